@@ -1,0 +1,187 @@
+"""Which socket a message goes out on, and whose name an incoming one bears.
+
+A core addresses BROKER, a shard, or the opaque peer of a request it answers; these classes turn that into sockets and
+routing frames. They never look into a message beyond F0 and never decide anything.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import zmq
+
+from zasgd.core.codec import INLINE_BELOW_BYTES, Buffer, WireError
+from zasgd.core.node import BROKER, PeerId, shard_peer
+from zasgd.core.wire import HEADER_BYTES
+from zasgd.net import sockets
+from zasgd.net.relay import Relay
+
+MAX_ROUTE_FRAMES = 4
+_EMPTY = b""
+_SHARD_AT = struct.Struct("<H")
+SHARD_OFFSET = 6
+"""Where in F0 the shard number stands."""
+
+
+class Links(Protocol):
+    """The sockets of one process."""
+
+    dropped: Counter[str]
+
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        """What the loop polls; may grow when a link is dialled."""
+        ...
+
+    def receive(self, sock: zmq.Socket[bytes]) -> Iterator[tuple[PeerId, list[Buffer]]]:
+        """Messages that are waiting, without routing frames; raises nothing but zmq errors."""
+        ...
+
+    def send(self, peer: PeerId, frames: list[Buffer]) -> None:
+        """Hand a message over, or count it as dropped: the cores repeat what matters."""
+        ...
+
+    def dial(self, peer: PeerId, endpoint: str) -> None:
+        """Open the link to a peer."""
+        ...
+
+    def close(self) -> None:
+        """Let the last messages out and close every socket."""
+        ...
+
+
+def send(sock: zmq.Socket[bytes], route: Sequence[Buffer], frames: list[Buffer], dropped: Counter[str]) -> None:
+    """Send without ever blocking; frames of 64 KiB and more are not copied."""
+    try:
+        sock.send_multipart([*route, _EMPTY, *frames], zmq.DONTWAIT, copy=False)
+    except zmq.Again:
+        dropped["not connected or full"] += 1
+    except zmq.ZMQError as e:
+        if e.errno != zmq.EHOSTUNREACH:
+            raise
+        dropped["peer departed"] += 1
+
+
+def receive(sock: zmq.Socket[bytes], at_most: int = 64) -> Iterator[tuple[tuple[bytes, ...], list[Buffer]]]:
+    """(route, frames after the delimiter) of the messages that are waiting. A malformed envelope has no frames."""
+    for _ in range(at_most):
+        try:
+            parts = sock.recv_multipart(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return
+        route = []
+        for i, part in enumerate(parts[: MAX_ROUTE_FRAMES + 1]):
+            if not len(part):
+                yield tuple(route), [_content(p) for p in parts[i + 1 :]]
+                break
+            route.append(part.bytes)
+        else:
+            yield (tuple(route[:1]) if sock.socket_type == zmq.ROUTER else ()), []
+
+
+def _content(frame: zmq.Frame) -> Buffer:
+    return frame.bytes if len(frame) < INLINE_BELOW_BYTES else frame.buffer
+
+
+def shard_of(frames: Sequence[Buffer]) -> PeerId:
+    """The shard that a reply says it is from."""
+    if not frames or len(frames[0]) != HEADER_BYTES:
+        raise WireError("a reply without F0")
+    return shard_peer(_SHARD_AT.unpack_from(frames[0], SHARD_OFFSET)[0])
+
+
+class BrokerLinks:
+    """Control ROUTER; data goes through the relay, which has sockets and a thread of its own."""
+
+    def __init__(self, ctx: zmq.Context[zmq.Socket[bytes]], address: str, relay: Relay) -> None:
+        self.dropped: Counter[str] = Counter()
+        self._router = sockets.router(ctx, address, control=True)
+        self._relay = relay
+
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        return (self._router,)
+
+    def receive(self, sock: zmq.Socket[bytes]) -> Iterator[tuple[PeerId, list[Buffer]]]:
+        return receive(sock)
+
+    def send(self, peer: PeerId, frames: list[Buffer]) -> None:
+        send(self._router, peer, frames, self.dropped)  # type: ignore[arg-type]
+
+    def dial(self, peer: PeerId, endpoint: str) -> None:
+        self._relay.dial(peer[1], endpoint)  # type: ignore[index]
+
+    def close(self) -> None:
+        sockets.linger_for_goodbye(self._router)
+        self._router.close()
+
+
+class ShardLinks:
+    """Control DEALER to the broker; data ROUTER for relays and direct workers alike."""
+
+    def __init__(self, ctx: zmq.Context[zmq.Socket[bytes]], broker: str, data: zmq.Socket[bytes]) -> None:
+        self.dropped: Counter[str] = Counter()
+        self._control = sockets.dealer(ctx, f"tcp://{broker}", control=True)
+        self._data = data
+
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        return (self._control, self._data)
+
+    def receive(self, sock: zmq.Socket[bytes]) -> Iterator[tuple[PeerId, list[Buffer]]]:
+        for route, frames in receive(sock):
+            yield (BROKER if sock is self._control else route), frames
+
+    def send(self, peer: PeerId, frames: list[Buffer]) -> None:
+        if peer == BROKER:
+            send(self._control, (), frames, self.dropped)
+        else:
+            send(self._data, peer, frames, self.dropped)  # type: ignore[arg-type]
+
+    def dial(self, peer: PeerId, endpoint: str) -> None:
+        raise ValueError("a shard dials nobody but its broker")
+
+    def close(self) -> None:
+        for sock in self.sockets():
+            sockets.linger_for_goodbye(sock)
+            sock.close()
+
+
+class MemberLinks:
+    """A worker or the evaluator: control DEALER to the broker, data DEALERs to the relay or to the shards."""
+
+    def __init__(self, ctx: zmq.Context[zmq.Socket[bytes]], broker: str) -> None:
+        self.dropped: Counter[str] = Counter()
+        self._ctx = ctx
+        self._broker_host = sockets.split_address(broker)[0]
+        self._control = sockets.dealer(ctx, f"tcp://{broker}", control=True)
+        self._data: dict[PeerId, zmq.Socket[bytes]] = {}
+        self._by_endpoint: dict[str, zmq.Socket[bytes]] = {}
+
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        return (self._control, *self._by_endpoint.values())
+
+    def receive(self, sock: zmq.Socket[bytes]) -> Iterator[tuple[PeerId, list[Buffer]]]:
+        for _, frames in receive(sock):
+            if sock is self._control:
+                yield BROKER, frames
+            elif frames and len(frames[0]) == HEADER_BYTES:
+                yield shard_of(frames), frames
+
+    def send(self, peer: PeerId, frames: list[Buffer]) -> None:
+        sock = self._control if peer == BROKER else self._data.get(peer)
+        if sock is None:
+            self.dropped["not dialled"] += 1
+        else:
+            send(sock, (), frames, self.dropped)
+
+    def dial(self, peer: PeerId, endpoint: str) -> None:
+        endpoint = endpoint.replace("*", self._broker_host, 1)
+        if endpoint not in self._by_endpoint:
+            self._by_endpoint[endpoint] = sockets.dealer(self._ctx, endpoint, control=False)
+        self._data[peer] = self._by_endpoint[endpoint]
+
+    def close(self) -> None:
+        for sock in self.sockets():
+            sockets.linger_for_goodbye(sock)
+            sock.close()

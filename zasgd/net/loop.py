@@ -1,0 +1,143 @@
+"""The one loop that drives a core over ZeroMQ: poll, decode, hand over, carry out.
+
+Owns its sockets: only the thread that calls `run` touches them. Everybody else uses `post`. Sockets are drained before
+timers fire, so a loop that stood still hears the renewals that waited before it judges anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+import zmq
+
+from zasgd.core import wire
+from zasgd.core.codec import Buffer, WireError
+from zasgd.core.messages import Err
+from zasgd.core.node import Compute, Dial, Effect, Node, Note, PeerId, Save, Send, Stop
+from zasgd.net.links import Links
+
+MAX_POLL_S = 60.0
+MAX_GARBAGE_ANSWERS_PER_S = 100
+
+
+class Loop:
+    """Drives `node` until it stops; `run` returns the Stop."""
+
+    def __init__(
+        self,
+        node: Node,
+        links: Links,
+        *,
+        compute: Callable[[Compute], None] | None = None,
+        note: Callable[[Note], None] | None = None,
+        save: Callable[[Save], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """compute, note, save: carry out those effects; they must return at once."""
+        self.node = node
+        self.links = links
+        self.garbage: Counter[str] = Counter()
+        self._clock = clock
+        self._compute = compute
+        self._note = note
+        self._save = save
+        self._posted: deque[Callable[[float], list[Effect]]] = deque()
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._stop: Stop | None = None
+        self._answer_budget = 0.0
+        self._budget_at = clock()
+
+    @property
+    def wakeup_fd(self) -> int:
+        """For signal.set_wakeup_fd: a signal then ends the poll at once."""
+        return self._wake_w
+
+    def post(self, event: Callable[[float], list[Effect]]) -> None:
+        """Have `event(now)` run by the loop's thread; safe from any thread and from a signal handler."""
+        self._posted.append(event)
+        try:
+            os.write(self._wake_w, b"x")
+        except BlockingIOError:
+            pass  # the pipe is full of wake-ups already
+        except OSError:
+            self._posted.clear()  # the loop is over
+
+    def run(self) -> Stop:
+        """Until the node stops; closes the links. Exceptions of the node pass through: they are our bugs."""
+        poller = zmq.Poller()
+        poller.register(self._wake_r, zmq.POLLIN)
+        known: set[zmq.Socket[bytes]] = set()
+        try:
+            while self._stop is None:
+                for sock in self.links.sockets():
+                    if sock not in known:
+                        known.add(sock)
+                        poller.register(sock, zmq.POLLIN)
+                self._once(poller)
+            return self._stop
+        finally:
+            self.links.close()
+            os.close(self._wake_r)
+            os.close(self._wake_w)
+
+    def _once(self, poller: zmq.Poller) -> None:
+        wait_s = min(MAX_POLL_S, self.node.next_deadline() - self._clock())
+        ready = poller.poll(max(0, -int(-wait_s * 1000 // 1)))
+        for sock, _ in ready:
+            if sock == self._wake_r:
+                os.read(self._wake_r, 4096)
+            else:
+                self._drain(sock)
+        while self._posted and self._stop is None:
+            self._carry_out(self._posted.popleft()(self._clock()))
+        now = self._clock()
+        if self._stop is None and self.node.next_deadline() <= now:
+            self._carry_out(self.node.on_timer(now))
+
+    def _drain(self, sock: zmq.Socket[bytes]) -> None:
+        for peer, frames in self.links.receive(sock):
+            try:
+                msg = wire.decode(frames)
+            except WireError as e:
+                self._refuse(peer, frames, e)
+                continue
+            self._carry_out(self.node.on_message(self._clock(), peer, msg))
+            if self._stop is not None:
+                return
+
+    def _refuse(self, peer: PeerId, frames: list[Buffer], error: WireError) -> None:
+        """Answer garbage with ERR, at most so many times a second; count all of it."""
+        self.garbage[error.code] += 1
+        now = self._clock()
+        refill = (now - self._budget_at) * MAX_GARBAGE_ANSWERS_PER_S
+        self._answer_budget = min(MAX_GARBAGE_ANSWERS_PER_S, self._answer_budget + refill)
+        self._budget_at = now
+        if self._answer_budget < 1 and self.garbage.total() > MAX_GARBAGE_ANSWERS_PER_S:
+            return
+        self._answer_budget -= 1
+        ids: dict[str, int] = {}
+        try:
+            header = wire.read_header(frames[0])
+            ids = {"run": header.run, "shard": header.shard, "seq": header.seq, "incarnation": header.incarnation}
+        except (WireError, IndexError):
+            pass  # there is nothing to refer to
+        self.links.send(peer, wire.encode(Err(**ids, code=error.code, text=str(error)[:512])))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.links.send(effect.peer, wire.encode(effect.message))
+            elif isinstance(effect, Compute) and self._compute:
+                self._compute(effect)
+            elif isinstance(effect, Note):
+                if self._note:
+                    self._note(effect)
+            elif isinstance(effect, Dial):
+                self.links.dial(effect.peer, effect.endpoint)
+            elif isinstance(effect, Save) and self._save:
+                self._save(effect)
+            elif isinstance(effect, Stop):
+                self._stop = effect
