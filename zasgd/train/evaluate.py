@@ -1,0 +1,111 @@
+"""What the parameters of a run are worth: loss and accuracy on the test data, and the model as a file.
+
+Decides what counts as best. Uses the server's buffers as they are; never trains.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.swa_utils import update_bn
+
+from zasgd.core.layout import Layout
+from zasgd.train.datasets import in_order
+from zasgd.train.export import write_model
+from zasgd.train.recipe import Recipe
+from zasgd.train.trainer import build_workload, input_and_target
+
+Array = np.ndarray[Any, Any]
+
+LAST, BEST = "model.safetensors", "best.safetensors"
+"""The files of a run folder: the model as of the latest evaluation, and as of the best one."""
+
+_BATCH_SIZE = 500
+
+
+class Evaluator:
+    """Scores what was loaded, and keeps the last and the best model in `run_dir`."""
+
+    def __init__(self, recipe: Recipe, device: str, run_dir: Path) -> None:
+        """Raises what build_workload raises."""
+        self.recipe = recipe
+        self.run_dir = run_dir
+        self._work = build_workload(recipe, device)
+        self._flat = self._work.flat
+        self._flat.module.eval()
+        self.layout: Layout = self._flat.layout
+        self.num_samples: int = len(self._work.train)
+        self._best: tuple[float, float] | None = None
+
+    def load(self, section: str, start: int, piece: Array) -> None:
+        """Take a piece of the parameters or buffers; the next `evaluate` scores all that came."""
+        self._flat.load(section, start, piece)
+
+    def evaluate(self, epoch: int, final: bool = False) -> dict[str, float]:
+        """Score the test data and write the last and, where it is one, the best model.
+
+        Returns test_loss (mean over samples) and, for a classifier (integer targets, one score per class),
+        test_accuracy in [0, 1].
+        """
+        self._flat.adopt()
+        scores = self._scores(self._flat.module)
+        metadata = self._metadata(epoch, final) | {key: f"{value:.6g}" for key, value in scores.items()}
+        write_model(self.run_dir / LAST, self._flat.module, metadata)
+        merit = (scores.get("test_accuracy", 0.0), -scores["test_loss"])
+        if self._best is None or merit > self._best:
+            self._best = merit
+            write_model(self.run_dir / BEST, self._flat.module, metadata)
+        return scores
+
+    def save(self, epoch: int) -> None:
+        """Write the last model without scoring it: of an interrupted run, which has no time."""
+        self._flat.adopt()
+        write_model(
+            self.run_dir / LAST, self._flat.module, self._metadata(epoch, False) | {"interrupted": "true"}
+        )
+
+    def reestimated_scores(self, num_samples: int | None = None) -> dict[str, float]:
+        """The scores with BatchNorm statistics taken afresh from the first `num_samples` training samples.
+
+        Tells whether the server's averaged buffers are as good as they should be; changes nothing.
+        """
+        self._flat.adopt()
+        module = copy.deepcopy(self._flat.module)
+        with torch.no_grad():
+            update_bn(self._inputs(num_samples), module)
+        return self._scores(module.eval())
+
+    def _inputs(self, num_samples: int | None) -> Iterator[Any]:
+        for batch in in_order(self._work.train, _BATCH_SIZE, num_samples):
+            yield input_and_target(batch, self._flat.device)[0]
+
+    @torch.no_grad()
+    def _scores(self, module: nn.Module) -> dict[str, float]:
+        loss = correct = 0.0
+        classified = num_samples = 0
+        for batch in in_order(self._work.test, _BATCH_SIZE):
+            inputs, targets = input_and_target(batch, self._flat.device)
+            outputs = module(inputs)
+            size = len(targets)
+            loss += float(self._work.loss(outputs, targets)) * size
+            num_samples += size
+            if _are_classes(outputs, targets):
+                correct += float((outputs.argmax(1) == targets).sum())
+                classified += targets.numel()
+        scores = {"test_loss": loss / num_samples}
+        return {"test_accuracy": correct / classified, **scores} if classified else scores
+
+    def _metadata(self, epoch: int, final: bool) -> dict[str, str]:
+        return {"recipe": self.recipe.name, "epoch": str(epoch), "final": str(final).lower()}
+
+
+def _are_classes(outputs: Any, targets: Any) -> bool:
+    if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+        return False
+    return not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
