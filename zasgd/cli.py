@@ -1,0 +1,252 @@
+"""The `zasgd` command. Every command is a few lines that call something in `zasgd.app`; heavy imports wait till then."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zasgd import __version__
+
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; may be repeated.")
+]
+RecipeArg = Annotated[str, typer.Argument(help="A shipped recipe (see `zasgd recipes`) or a path to a .toml file.")]
+BrokerOpt = Annotated[str, typer.Option("--broker", metavar="HOST:PORT", help="Address of the broker.")]
+RunDir = Annotated[
+    Path | None, typer.Option("--run-dir", help="Folder for this run's files. [default: runs/NAME-TIME]")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on the last line of stdout.")]
+Device = Annotated[str, typer.Option("--device", help="auto (the GPU of the slot, else the CPU), cpu, cuda, cuda:N.")]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads of torch; 0: a fair share of the cores.")]
+ConnectTimeout = Annotated[
+    float, typer.Option("--connect-timeout", min=0.1, help="Seconds to wait for the broker to appear.")
+]
+BrokerTimeout = Annotated[
+    float, typer.Option("--broker-timeout", min=0.1, help="Seconds of silence after which the broker is given up.")
+]
+Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds to wait for the broker's answer.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Allow an address beyond loopback: nothing is encrypted or authenticated.")
+]
+DEFAULT_BROKER = "127.0.0.1:7470"
+
+app = typer.Typer(
+    name="zasgd",
+    help="Elastic asynchronous training for PyTorch: machines come and go, nobody stops, nothing is lost.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(
+    help="Measure this machine; every figure stands beside a physical limit of the same run.", no_args_is_help=True
+)
+app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    """Run the command line; what a user can mend is one line on stderr and a non-zero exit."""
+    try:
+        app()
+    except Exception as error:
+        from zasgd.app.errors import explain
+
+        told = explain(error)
+        if told is None:
+            raise
+        print(f"error: {told[0]}", file=sys.stderr)
+        sys.exit(told[1])
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"zasgd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Elastic asynchronous training for PyTorch: machines come and go, nobody stops, nothing is lost."""
+
+
+@app.command()
+def train(
+    recipe: RecipeArg,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Worker processes. [default: the recipe's run.workers]")
+    ] = None,
+    servers: Annotated[
+        int | None, typer.Option(min=1, help="Parameter shards. [default: the recipe's run.servers]")
+    ] = None,
+    set_: Set = None,
+    run_dir: RunDir = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65000, help="Broker port. [default: first free block from 7470]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Shorthand for --set train.seed=N.")] = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Run a whole job on this machine: broker, shards, workers and evaluator under a supervisor."""
+    from zasgd.app import local, serve
+
+    loaded = _load(recipe, set_, workers=workers, servers=servers, seed=seed)
+    folder = run_dir or serve.new_run_dir(loaded)
+    raise typer.Exit(local.train(loaded, folder, port=port, device=device, json_output=json))
+
+
+@app.command()
+def demo(run_dir: RunDir = None, json: Json = False) -> None:
+    """Train digits while a worker joins after epoch 2 and is killed with SIGKILL after its 20th push."""
+    from zasgd.app import demo as demo_app
+
+    raise typer.Exit(demo_app.run(run_dir, json_output=json))
+
+
+@app.command()
+def broker(
+    recipe: RecipeArg,
+    servers: Annotated[
+        int | None, typer.Option(min=1, help="The run opens when this many servers have joined.")
+    ] = None,
+    bind: Annotated[str, typer.Option(help="HOST:PORT for control; data uses the port after it.")] = DEFAULT_BROKER,
+    insecure: Insecure = False,
+    set_: Set = None,
+    run_dir: RunDir = None,
+    json: Json = False,
+    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
+) -> None:
+    """Serve a run by hand: the one address that servers and workers need."""
+    from zasgd.app import by_hand
+
+    loaded = _load(recipe, set_, servers=servers)
+    raise typer.Exit(by_hand.broker(loaded, bind, run_dir, insecure=insecure, json_output=json, supervised=supervised))
+
+
+@app.command()
+def server(
+    broker: BrokerOpt = DEFAULT_BROKER,
+    bind: Annotated[str, typer.Option(help="HOST:PORT for data. [default: first free port after the broker's]")] = "",
+    advertise: Annotated[str, typer.Option(help="HOST[:PORT] under which others reach this server.")] = "",
+    insecure: Insecure = False,
+    connect_timeout: ConnectTimeout = 60.0,
+    broker_timeout: BrokerTimeout = 60.0,
+) -> None:
+    """Hold one shard of the parameters for the broker's run. Needs no torch."""
+    from zasgd.app import by_hand
+
+    raise typer.Exit(by_hand.server(broker, bind, advertise, insecure, connect_timeout, broker_timeout))
+
+
+@app.command()
+def worker(
+    broker: BrokerOpt = DEFAULT_BROKER,
+    name: Annotated[str, typer.Option(help="Keeps the worker's id across restarts.")] = "",
+    device: Device = "auto",
+    threads: Threads = 0,
+    connect_timeout: ConnectTimeout = 60.0,
+    broker_timeout: BrokerTimeout = 30.0,
+    data_path: Annotated[str, typer.Option(help="relay (through the broker) or direct (to the shards).")] = "relay",
+) -> None:
+    """Compute gradients for the broker's run. May join and leave (Ctrl-C, SIGTERM) at any moment."""
+    from zasgd.app import by_hand
+
+    raise typer.Exit(by_hand.worker(broker, name, device, threads, connect_timeout, broker_timeout, data_path))
+
+
+@app.command("eval")
+def evaluate(
+    broker: BrokerOpt = DEFAULT_BROKER,
+    run_dir: RunDir = None,
+    device: Device = "auto",
+    threads: Threads = 0,
+    connect_timeout: ConnectTimeout = 60.0,
+    broker_timeout: BrokerTimeout = 30.0,
+) -> None:
+    """Score the model after each epoch and write model.safetensors for the broker's run."""
+    from zasgd.app import by_hand
+
+    raise typer.Exit(by_hand.evaluate(broker, run_dir, device, threads, connect_timeout, broker_timeout))
+
+
+@app.command()
+def status(broker: BrokerOpt = DEFAULT_BROKER, json: Json = False, timeout: Timeout = 5.0) -> None:
+    """Show workers, shards and progress of a run."""
+    from zasgd.app import by_hand
+
+    by_hand.status(broker, timeout, json_output=json)
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="Name or id, as `zasgd status` shows it.")],
+    broker: BrokerOpt = DEFAULT_BROKER,
+    json: Json = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Let a worker finish its batch and leave."""
+    from zasgd.app import by_hand
+
+    by_hand.drain(broker, worker, timeout, json_output=json)
+
+
+@app.command()
+def stop(broker: BrokerOpt = DEFAULT_BROKER, json: Json = False, timeout: Timeout = 5.0) -> None:
+    """End a run now: the model is evaluated and written, every process exits."""
+    from zasgd.app import by_hand
+
+    by_hand.stop(broker, timeout, json_output=json)
+
+
+@app.command()
+def recipes(
+    recipe: Annotated[str | None, typer.Argument(help="Show and validate this one, resolved.")] = None,
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """List the shipped recipes, or show and validate one."""
+    from zasgd.app import catalogue
+
+    catalogue.recipes(recipe, set_ or [], json_output=json)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Print versions, what is available here, and what is wrong. Exits 1 when a run could not work."""
+    from zasgd.app import doctor as doctor_app
+
+    raise typer.Exit(doctor_app.run(json_output=json))
+
+
+@bench_app.command()
+def roundtrip(
+    params: Annotated[int, typer.Option(min=16, help="Parameters of the model.")] = 10_000,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of each measurement.")] = 2.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Alternating repetitions; medians are printed.")] = 5,
+    json: Json = False,
+) -> None:
+    """Push+pull round trips, direct and through the relay, beside a bare echo and a bare relay of the same bytes."""
+    from zasgd.app import bench
+
+    bench.roundtrip(params, seconds, repeats, json_output=json)
+
+
+def _load(source: str, overrides: list[str] | None, **shorthands: int | None):  # type: ignore[no-untyped-def]
+    """The recipe with `--set` and the options that are shorthands for it."""
+    from zasgd.train.recipe import load_recipe
+
+    keys = {"workers": "run.workers", "servers": "run.servers", "seed": "train.seed"}
+    given = [f"{keys[name]}={value}" for name, value in shorthands.items() if value is not None]
+    return load_recipe(source, [*(overrides or []), *given])
+
+
+if __name__ == "__main__":
+    main()
