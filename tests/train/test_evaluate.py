@@ -1,0 +1,108 @@
+"""The evaluator scores what was loaded, and its files load into the plain torch model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from zasgd.train.datasets import digits
+from zasgd.train.evaluate import BEST, LAST, Evaluator
+from zasgd.train.export import plain_state_dict, read_model, write_model
+from zasgd.train.models import mlp
+from zasgd.train.recipe import load_recipe
+from zasgd.train.trainer import Trainer
+
+
+@pytest.fixture
+def evaluator(tmp_path) -> Evaluator:
+    return Evaluator(load_recipe("digits"), "cpu", tmp_path)
+
+
+def load_all(evaluator: Evaluator, sections: dict[str, np.ndarray]) -> None:
+    for section, vector in sections.items():
+        evaluator.load(section, 0, vector)
+
+
+def test_scores_are_those_of_plain_torch(evaluator):
+    load_all(evaluator, Trainer(load_recipe("digits", ["train.seed=7"])).initial())
+    scores = evaluator.evaluate(epoch=1)
+    torch.manual_seed(7)
+    inputs, targets = digits()[1].tensors
+    outputs = mlp()(inputs)
+    assert scores["test_accuracy"] == (outputs.argmax(1) == targets).float().mean().item()
+    assert scores["test_loss"] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item(), rel=1e-6)
+
+
+def test_the_last_and_the_best_model_load_into_the_plain_model_strictly(evaluator, tmp_path):
+    good, worse = evaluator._flat.initial(), evaluator._flat.initial()
+    worse["params"] = worse["params"] * 0
+    load_all(evaluator, good)
+    best = evaluator.evaluate(epoch=1)
+    load_all(evaluator, worse)
+    assert evaluator.evaluate(epoch=2, final=True)["test_accuracy"] < best["test_accuracy"]
+    net = mlp()
+    net.load_state_dict(read_model(tmp_path / LAST), strict=True)
+    assert not any(p.any() for p in net.parameters())
+    net.load_state_dict(read_model(tmp_path / BEST), strict=True)
+    torch.manual_seed(0)
+    assert torch.equal(net[0].weight, mlp()[0].weight)
+
+
+def test_the_files_say_what_they_are(evaluator, tmp_path):
+    evaluator.evaluate(epoch=3, final=True)
+    with safe_open(tmp_path / LAST, "pt") as file:
+        said = file.metadata()
+    assert (said["recipe"], said["epoch"], said["final"]) == ("digits", "3", "true")
+    assert 0 <= float(said["test_accuracy"]) <= 1
+
+
+def test_an_interrupted_run_is_saved_without_being_scored(evaluator, tmp_path):
+    evaluator.load("params", 0, np.ones(evaluator.layout.sizes["params"], np.float32))
+    evaluator.save(epoch=4)
+    assert bool((read_model(tmp_path / LAST)["0.weight"] == 1).all())
+    with safe_open(tmp_path / LAST, "pt") as file:
+        assert file.metadata()["interrupted"] == "true"
+    assert not (tmp_path / BEST).exists()
+
+
+def test_a_regression_has_a_loss_and_no_accuracy(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "data"))
+    recipe = load_recipe("digits", ["model=user_recipe:net", "data=user_recipe:noisy", "train.loss=mse"])
+    assert Evaluator(recipe, "cpu", tmp_path).evaluate(0).keys() == {"test_loss"}
+    assert (tmp_path / BEST).exists()
+
+
+def test_tied_strided_and_half_tensors_are_exported_each_with_its_own_memory(tmp_path):
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2).bfloat16())
+    net[0].to(memory_format=torch.channels_last)
+    net[2].weight = net[1].weight
+    state = plain_state_dict(net)
+    assert len({t.data_ptr() for t in state.values()}) == len(state)
+    write_model(tmp_path / "net.safetensors", net, {})
+    back = read_model(tmp_path / "net.safetensors")
+    assert back.keys() == net.state_dict().keys()
+    assert all(torch.equal(back[k], v) and back[k].dtype == v.dtype for k, v in net.state_dict().items())
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / LAST
+    write_model(path, nn.Linear(1, 1), {})
+    before = path.read_bytes()
+    with pytest.raises(Exception, match="expected|Metadata|str|argument"):
+        write_model(path, nn.Linear(2, 2), {"epoch": 3})
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_state_that_is_no_tensor_is_named(tmp_path):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    with pytest.raises(TypeError, match="_extra_state"):
+        write_model(tmp_path / LAST, Extra(1, 1), {})

@@ -1,0 +1,121 @@
+"""Every shipped recipe loads, runs and learns; BatchNorm is as good with the server's buffers as re-estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from zasgd.core.kernels import ShardOptimizer
+from zasgd.core.ledger import num_batches
+from zasgd.core.messages import Grant
+from zasgd.core.shard import STATS_DECAY
+from zasgd.train import datasets
+from zasgd.train.evaluate import Evaluator
+from zasgd.train.recipe import Recipe, load_recipe, shipped_recipes
+from zasgd.train.trainer import Trainer
+
+
+class Server:
+    """One shard's arithmetic in this process: the parameters, and one snapshot per worker."""
+
+    def __init__(self, recipe: Recipe, trainer: Trainer) -> None:
+        self.recipe, self.num_samples, self.samples = recipe, trainer.num_samples, 0
+        self.values = trainer.initial()
+        whole = trainer.layout.slices("params", 1)[0]
+        segments = trainer.layout.segments(whole)
+        self.optimizer = ShardOptimizer(recipe.rule_spec(), recipe.group_specs(), segments, whole.size)
+
+    def sent(self) -> dict[str, np.ndarray]:
+        return {section: vector.copy() for section, vector in self.values.items()}
+
+    def apply(self, gradient, snapshot: dict[str, np.ndarray]) -> None:
+        lr = self.recipe.schedule_spec().lr_at(self.samples, self.num_samples)
+        params, out = self.values["params"], np.empty_like(self.values["params"])
+        self.optimizer.apply(params, [(0, gradient.grads)], snapshot["params"], lr, out)
+        stats = self.values["stats"]
+        stats[:] = STATS_DECAY * stats + (1 - STATS_DECAY) * gradient.stats
+        np.maximum(self.values["counters"], gradient.counters, out=self.values["counters"])
+        self.samples += gradient.num_samples
+
+
+def grants(recipe: Recipe, num_samples: int) -> Iterator[Grant]:
+    size, cells = recipe.train.batch_size, num_batches(num_samples, recipe.train.batch_size)
+    for epoch in range(recipe.train.epochs):
+        for cell in range(cells):
+            stop = num_samples if cell == cells - 1 else (cell + 1) * size
+            yield Grant(epoch, cell, cell * size, stop)
+
+
+def train(recipe: Recipe, num_steps: int, num_workers: int) -> tuple[Server, list[float]]:
+    """Workers take turns, so that each gradient is `num_workers - 1` updates late; returns the losses too."""
+    trainer = Trainer(recipe)
+    server, losses = Server(recipe, trainer), []
+    held = [server.sent() for _ in range(num_workers)]
+    for step, grant in zip(range(num_steps), grants(recipe, trainer.num_samples), strict=False):
+        snapshot = held[step % num_workers]
+        for section, vector in snapshot.items():
+            trainer.load(section, 0, vector)
+        gradient = trainer.gradient(grant)
+        assert gradient.finite
+        server.apply(gradient, snapshot)
+        held[step % num_workers] = server.sent()
+        losses.append(gradient.loss)
+    return server, losses
+
+
+@pytest.fixture
+def few_images(monkeypatch):
+    """The first images of the real Fashion-MNIST where it is installed, else made ones of ten kinds."""
+
+    def part(num: int, name: str) -> datasets.ImageTensors:
+        if datasets.DEBIAN_FASHION.is_dir():
+            whole = datasets._fashion_part(datasets.DEBIAN_FASHION, name)
+            return datasets.ImageTensors(whole.images[:num], whole.labels[:num], whole.mean, whole.std)
+        labels = torch.arange(num) % 10
+        noise = torch.randint(0, 100, (num, 28, 28), generator=torch.Generator().manual_seed(num))
+        stripes = (torch.arange(28) // 3)[None, :, None] == labels[:, None, None]
+        return datasets.ImageTensors((noise + 150 * stripes).to(torch.uint8), labels, 0.2860, 0.3530)
+
+    made = (part(3000, "train"), part(1000, "t10k"))
+    monkeypatch.setitem(datasets.DATASETS, "fashion-mnist", lambda: made)
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_each_recipe_runs_twenty_steps_and_its_loss_falls(name, few_images):
+    recipe = load_recipe(name, ["schedule.warmup_epochs=0"])
+    _, losses = train(recipe, num_steps=20, num_workers=2)
+    assert len(losses) == 20
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_each_recipe_opens_with_how_to_launch_it_and_what_to_expect(name):
+    text = shipped_recipes()[name].read_text()
+    opening = text[: text.index("\n\n")]
+    assert all(line.startswith("#") for line in opening.splitlines())
+    for words in (f"zasgd train {name}", "samples", "batches", "pushes", "accuracy", "Time"):
+        assert words in opening, words
+
+
+def test_digits_learns_asynchronously(tmp_path):
+    recipe = load_recipe("digits", ["train.epochs=12"])
+    server, _ = train(recipe, num_steps=12 * 81, num_workers=3)
+    evaluator = Evaluator(recipe, "cpu", tmp_path)
+    evaluator.load("params", 0, server.values["params"])
+    assert evaluator.evaluate(12)["test_accuracy"] > 0.94
+
+
+def test_the_servers_batchnorm_buffers_are_within_a_point_of_re_estimated_ones(tmp_path, few_images):
+    recipe = load_recipe("fashion-mnist", ["train.epochs=6", "train.batch_size=50"])
+    server, _ = train(recipe, num_steps=360, num_workers=2)
+    evaluator = Evaluator(recipe, "cpu", tmp_path)
+    for section, vector in server.values.items():
+        evaluator.load(section, 0, vector)
+    by_server, afresh = evaluator.evaluate(6), evaluator.reestimated_scores()
+    assert by_server["test_accuracy"] > 0.7
+    assert abs(by_server["test_accuracy"] - afresh["test_accuracy"]) < 0.01
+    assert Path(tmp_path / "model.safetensors").exists()

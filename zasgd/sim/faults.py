@@ -1,0 +1,158 @@
+"""What goes wrong, as frozen data on logical time.
+
+Decides the fate of each message and when processes die, freeze and come back. All chance comes from the one
+generator handed in by the world, is seeded once and never again for a message.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zasgd.core.messages import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection without faults: first in, first out, each message `latency_s` plus up to `jitter_s`."""
+
+    latency_s: float = 0.002
+    jitter_s: float = 0.003
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """`kill -9` of `name`: at `at_s`, after it handled `after_events`, or after it sent `after_sends`.
+
+    Counts run over all lives of the name. After `after_sends` the rest of what it was about to send is lost:
+    so a worker dies between its pushes to two shards. What it already sent still arrives, unless `cuts_line`.
+    It comes back as a new process after `restart_after_s`, or never.
+    """
+
+    name: str
+    at_s: float | None = None
+    after_events: int | None = None
+    after_sends: int | None = None
+    restart_after_s: float | None = None
+    cuts_line: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """SIGSTOP of process `name` at `at_s`, SIGCONT `for_s` later; what arrives meanwhile waits in order."""
+
+    name: str
+    at_s: float
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tamper:
+    """One chosen fault: the `nth` to `nth + times - 1` message of `kind` (from `sender`, "" for anyone).
+
+    It is lost, or arrives `late_s` later; with `copies` it arrives so many times more.
+    """
+
+    kind: Kind
+    nth: int = 1
+    times: int = 1
+    sender: str = ""
+    receiver: str = ""
+    lose: bool = False
+    late_s: float = 0.0
+    copies: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Probabilities per message, and the planned faults.
+
+    drop: it is lost. duplicate: it arrives twice, each copy with its own delay. delay: it is late by up to
+    `delay_s` seconds. stall: it is late by `stall_s` (long enough to outlive a lease, or a missing fence goes
+    unnoticed). The probabilities hold from `from_s` until `until_s` of virtual time.
+    """
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    delay_s: float = 1.0
+    stall: float = 0.0
+    stall_s: float = 30.0
+    from_s: float = 0.0
+    until_s: float = float("inf")
+    kills: tuple[Kill, ...] = ()
+    pauses: tuple[Pause, ...] = ()
+    tampers: tuple[Tamper, ...] = ()
+
+
+def scattered_kills(
+    names: Sequence[str],
+    count: int,
+    *,
+    start_s: float,
+    stop_s: float,
+    restart_s: tuple[float, float],
+    seed: int,
+) -> tuple[Kill, ...]:
+    """`count` kills of processes among `names` at uniform times, each restarted after a uniform delay."""
+    draw = random.Random(seed)
+    times = sorted(draw.uniform(start_s, stop_s) for _ in range(count))
+    return tuple(
+        Kill(
+            draw.choice(names),
+            at_s=at,
+            restart_after_s=draw.uniform(*restart_s),
+            cuts_line=draw.random() < 0.5,
+        )
+        for at in times
+    )
+
+
+class Network:
+    """When each message arrives, how often, or that it never does.
+
+    Messages of one connection keep their order (TCP) unless a fault delays one: a delayed one is overtaken.
+    """
+
+    def __init__(self, draw: random.Random, link: Link, faults: Faults) -> None:
+        self._draw = draw
+        self._link = link
+        self._faults = faults
+        self._seen: Counter[int] = Counter()
+        self._latest: dict[tuple[str, str], float] = {}
+
+    def arrivals(self, now: float, sender: str, receiver: str, kind: Kind) -> list[float]:
+        """Virtual times at which a message sent `now` is delivered; empty when it is lost."""
+        lose, late_s, copies = self._chance(now)
+        for i, tamper in enumerate(self._faults.tampers):
+            if self._hits(i, tamper, sender, receiver, kind):
+                lose, late_s, copies = lose or tamper.lose, late_s + tamper.late_s, copies + tamper.copies
+        first = self._in_order(now, sender, receiver, late_s)
+        again = [first + self._draw.uniform(0.0, 2.0) for _ in range(copies)]
+        return again if lose else [first, *again]
+
+    def _chance(self, now: float) -> tuple[bool, float, int]:
+        f = self._faults
+        draws = [self._draw.random() for _ in range(5)]
+        if not f.from_s <= now < f.until_s:
+            return False, 0.0, 0
+        late_s = f.stall_s if draws[2] < f.stall else 0.0
+        if draws[3] < f.delay:
+            late_s += draws[4] * f.delay_s
+        return draws[0] < f.drop, late_s, int(draws[1] < f.duplicate)
+
+    def _hits(self, index: int, tamper: Tamper, sender: str, receiver: str, kind: Kind) -> bool:
+        if kind != tamper.kind or tamper.sender not in ("", sender) or tamper.receiver not in ("", receiver):
+            return False
+        self._seen[index] += 1
+        return tamper.nth <= self._seen[index] < tamper.nth + tamper.times
+
+    def _in_order(self, now: float, sender: str, receiver: str, late_s: float) -> float:
+        at = now + self._link.latency_s + self._draw.random() * self._link.jitter_s
+        if late_s:
+            return at + late_s
+        at = max(at, self._latest.get((sender, receiver), 0.0))
+        self._latest[sender, receiver] = at
+        return at

@@ -1,0 +1,251 @@
+"""An independent record of what the shards applied, and what must hold of it whatever goes wrong.
+
+Decides whether a simulated run was right: it looks at messages and at each shard's version, never at the
+tables by which the cores decide, and compares its own count with the ledger's at the end. Every check raises
+InvariantError. Nothing here knows of faults.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from zasgd.core.ledger import Ledger
+from zasgd.core.messages import Ack, Admit, Applied, Bye, Fence, Grant, GrantMsg, Message, Push, Renew
+from zasgd.core.node import Effect, Node, require
+from zasgd.core.shard import Shard
+
+
+class Unit(NamedTuple):
+    """One push unit."""
+
+    worker: int
+    incarnation: int
+    seq: int
+
+
+@dataclass(slots=True)
+class Application:
+    """How one unit was applied on one shard: the version it made, its grants, and what was acknowledged."""
+
+    version: int
+    grants: tuple[Grant, ...]
+    acknowledged: int | None = None
+
+
+@dataclass(slots=True)
+class ShardRecord:
+    """What one shard has been seen to do."""
+
+    version: int = 0
+    admitted: set[int] = field(default_factory=set)
+    fenced: set[int] = field(default_factory=set)
+    applied: dict[Unit, Application] = field(default_factory=dict)
+
+
+class Tallies(NamedTuple):
+    """Samples by the state in which they ended."""
+
+    once: int
+    torn: int
+    none: int
+
+
+class Observer:
+    """Watches every event of a run over `num_shards` shards.
+
+    version = number of distinct applied pushes; nothing applied twice, unadmitted, ungranted or once fenced;
+    no batch applied by two pushes; an acknowledgement follows its apply and says the same each time; what a
+    worker calls final was applied by every shard; a batch goes to another worker only when every shard has
+    fenced the last one, or when that one refused it.
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self.shards = {number: ShardRecord() for number in range(num_shards)}
+        self._appliers: dict[tuple[int, int], Unit] = {}
+        self._holders: dict[tuple[int, int], int] = {}
+        self._granted: dict[int, set[Grant]] = defaultdict(set)
+        self._refused: set[tuple[int, Grant]] = set()
+
+    # ---- what the world calls ----------------------------------------------------------------------
+
+    def handled(self, at_s: float, name: str, node: Node, message: Message | None, effects: list[Effect]) -> None:
+        """Look at a shard after its event: did its version move, and may it?"""
+        if not isinstance(node, Shard) or node.number not in self.shards:
+            return
+        record = self.shards[node.number]
+        moved = node.version - record.version
+        record.version = node.version
+        if moved:
+            require(moved == 1, f"one event moved the version of shard {node.number} by {moved}")
+            self._applied(node.number, record, message)
+        if isinstance(message, Admit):
+            record.admitted.add(message.incarnation)
+        elif isinstance(message, Fence):
+            record.fenced.add(message.incarnation)
+
+    def sent(self, at_s: float, name: str, node: Node, message: Message) -> None:
+        """Hold what a core says against what was seen."""
+        if isinstance(message, Ack):
+            self._acknowledged(message)
+        elif isinstance(message, Renew | Bye):
+            self._reported(message)
+        elif isinstance(message, GrantMsg):
+            for grant in message.grants:
+                self._issued(message.incarnation, grant)
+
+    # ---- checks ------------------------------------------------------------------------------------
+
+    def _applied(self, number: int, record: ShardRecord, message: Message | None) -> None:
+        if not isinstance(message, Push):
+            what = type(message).__name__ if message is not None else "a timer"
+            require(False, f"shard {number} changed its version on {what}")
+            return
+        unit = Unit(message.worker, message.incarnation, message.seq)
+        require(unit not in record.applied, f"shard {number} applied {unit} twice")
+        require(unit.incarnation in record.admitted, f"shard {number} applied {unit}, never admitted there")
+        require(unit.incarnation not in record.fenced, f"shard {number} applied {unit} after it was fenced")
+        record.applied[unit] = Application(record.version, message.grants)
+        require(record.version == len(record.applied), f"shard {number}: version is not the number of pushes")
+        for grant in message.grants:
+            require(grant in self._granted[unit.incarnation], f"{unit} consumed {grant}, never granted to it")
+            first = self._appliers.setdefault((grant.epoch, grant.batch), unit)
+            require(first == unit, f"{grant} was applied by {first} and again by {unit}")
+
+    def _acknowledged(self, ack: Ack) -> None:
+        if ack.version == 0:
+            return  # of a seeding
+        unit = Unit(ack.worker, ack.incarnation, ack.seq)
+        application = self.shards[ack.shard].applied.get(unit)
+        require(application is not None, f"shard {ack.shard} acknowledged {unit} before it applied it")
+        if application is None or ack.part > 0 or not ack.params:
+            return
+        require(ack.version == application.version, f"{unit} acknowledged as another version than it made")
+        content = zlib.crc32(b"".join(piece.tobytes() for piece in ack.params))
+        if application.acknowledged is None:
+            application.acknowledged = content
+        require(application.acknowledged == content, f"{unit} acknowledged again with other parameters")
+
+    def _reported(self, message: Renew | Bye) -> None:
+        for push in message.final:
+            missing = [n for n in self.shards if not self._has(n, message, push)]
+            require(
+                not missing,
+                f"incarnation {message.incarnation} calls push {push.seq} final without {missing}",
+            )
+        for refusal in message.refused:
+            self._refused.add((message.incarnation, refusal.grant))
+
+    def _has(self, number: int, message: Message, push: Applied) -> bool:
+        found = self.shards[number].applied.get(Unit(message.worker, message.incarnation, push.seq))
+        return found is not None and found.grants == push.grants
+
+    def _issued(self, incarnation: int, grant: Grant) -> None:
+        cell = (grant.epoch, grant.batch)
+        if grant in self._granted[incarnation] and self._holders.get(cell) == incarnation:
+            return  # the same issue, told again
+        applier = self._appliers.get(cell)
+        require(applier is None, f"{grant} is issued to incarnation {incarnation}, applied by {applier}")
+        holder = self._holders.get(cell)
+        if holder is not None and (holder, grant) not in self._refused:
+            open_at = [n for n, record in self.shards.items() if holder not in record.fenced]
+            require(not open_at, f"{grant} goes from {holder} to {incarnation}, not fenced at shards {open_at}")
+        self._holders[cell] = incarnation
+        self._granted[incarnation].add(grant)
+
+    # ---- the end -----------------------------------------------------------------------------------
+
+    def tallies(self, grid: Iterable[Grant]) -> Tallies:
+        """Samples of `grid` applied by every shard, by some, by none."""
+        counts = [0, 0, 0]
+        for grant in grid:
+            unit = self._appliers.get((grant.epoch, grant.batch))
+            shards = sum(unit in record.applied for record in self.shards.values())
+            counts[0 if shards == len(self.shards) else 1 if shards else 2] += grant.num_samples
+        return Tallies(*counts)
+
+    def settle(self, ledger: Ledger, grid: list[Grant]) -> Tallies:
+        """Every sample ended in one state, and the ledger says the same as what was seen."""
+        require(ledger.complete, "the run ended with an incomplete ledger")
+        whole = ledger.epochs * ledger.num_samples
+        require(sum(grant.num_samples for grant in grid) == whole, "the grid does not cover the epochs")
+        stray = self._appliers.keys() - {(grant.epoch, grant.batch) for grant in grid}
+        require(not stray, f"batches outside the grid were applied: {sorted(stray)[:3]}")
+        seen = self.tallies(grid)
+        told = Tallies(ledger.once, ledger.torn, ledger.skipped)
+        require(seen == told, f"the ledger says {told}, the shards did {seen}")
+        return seen
+
+
+class TableSizes:
+    """Samples how many entries the tables of all cores hold, so that one that only grows is found.
+
+    Looks at a core every `every` events of its process, at each dict, list, set and deque reachable from it;
+    the entries of all tables under one attribute path count together.
+    """
+
+    def __init__(self, every: int = 500) -> None:
+        self._every = every
+        self._events: dict[str, int] = defaultdict(int)
+        self.samples: list[tuple[float, str, dict[str, int]]] = []
+
+    def handled(self, at_s: float, name: str, node: Node, message: Message | None, effects: list[Effect]) -> None:
+        """Count events and sample."""
+        self._events[name] += 1
+        if self._events[name] % self._every == 0:
+            self.samples.append((at_s, name, table_sizes(node)))
+
+    def sent(self, at_s: float, name: str, node: Node, message: Message) -> None:
+        """Nothing to see."""
+
+    def peaks(self, from_s: float, until_s: float) -> dict[tuple[str, str], int]:
+        """(process, attribute path) -> largest size seen in that time."""
+        found: dict[tuple[str, str], int] = defaultdict(int)
+        for at_s, name, sizes in self.samples:
+            if from_s <= at_s < until_s:
+                for path, size in sizes.items():
+                    found[name, path] = max(found[name, path], size)
+        return found
+
+    def check(self, middle_s: float, *, at_most: int, slack: int) -> None:
+        """No table holds over `at_most`, nor after `middle_s` over 1.5 times its earlier peak + `slack`."""
+        before = self.peaks(0.0, middle_s)
+        for key, size in self.peaks(middle_s, float("inf")).items():
+            require(size <= at_most, f"{key} holds {size} entries")
+            limit = 1.5 * before.get(key, 0) + slack
+            require(size <= limit, f"{key} keeps growing: {before.get(key, 0)} entries, then {size}")
+
+
+def table_sizes(core: object) -> dict[str, int]:
+    """Attribute path -> entries, for every container reachable from `core`."""
+    sizes: dict[str, int] = defaultdict(int)
+    seen: set[int] = set()
+    todo: list[tuple[str, Any]] = [("", core)]
+    while todo:
+        path, value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict | list | set | frozenset | tuple | deque):
+            if not isinstance(value, tuple):
+                sizes[path] += len(value)
+            items = value.values() if isinstance(value, dict) else value
+            todo.extend((path + "[]", item) for item in items if _may_hold_tables(item))
+        else:
+            todo.extend((f"{path}.{n}", v) for n, v in _attributes(value) if _may_hold_tables(v))
+    return dict(sizes)
+
+
+def _may_hold_tables(value: object) -> bool:
+    if isinstance(value, dict | list | set | frozenset | tuple | deque):
+        return True
+    return type(value).__module__.startswith("zasgd.") and not isinstance(value, Message)
+
+
+def _attributes(value: object) -> list[tuple[str, Any]]:
+    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+    plain: Mapping[str, Any] = getattr(value, "__dict__", {})
+    return [(n, getattr(value, n)) for n in slots if hasattr(value, n)] + list(plain.items())

@@ -1,0 +1,32 @@
+"""What happened, as one running hash, counters and the last few lines.
+
+Two runs that show the same digest did the same things in the same order at the same virtual times, down to
+the bytes of every message. Decides nothing; holds no more than `keep` lines, however long the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+
+
+class Trace:
+    """The record of one simulated run."""
+
+    def __init__(self, keep: int = 200) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.counts: Counter[str] = Counter()
+        self.tail: deque[str] = deque(maxlen=keep)
+
+    def record(self, at_s: float, node: str, kind: str, detail: str = "", content: bytes = b"") -> None:
+        """Add one event: virtual seconds (hashed to the microsecond), who, what, and bytes to hash."""
+        line = f"{at_s:.6f} {node} {kind} {detail}"
+        self._hash.update(line.encode())
+        self._hash.update(b"\n%d\n" % len(content))
+        self._hash.update(content)
+        self.counts[kind] += 1
+        self.tail.append(line)
+
+    def digest(self) -> str:
+        """32 hexadecimal digits over everything recorded so far."""
+        return self._hash.copy().hexdigest()
