@@ -1,4 +1,4 @@
-"""The `zasgd` command. Every command is a few lines that call something in `zasgd.app`; heavy imports wait till then."""
+"""The `zasgd` command. Every command calls something in `zasgd.app`; heavy imports wait till then."""
 
 from __future__ import annotations
 

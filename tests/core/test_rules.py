@@ -153,6 +153,16 @@ def test_one_worker_gets_the_bits_of_torch_sgd(name: str, groups: tuple[GroupSpe
     assert_same_bits(ours, torch_sgd(start, gradients, rates, cuts, groups))
 
 
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("group", [PLAIN, MOMENTUM, NESTEROV])
+def test_a_first_step_from_zeros_of_either_sign_has_the_signs_of_torch(name: str, group: GroupSpec) -> None:
+    values = np.array([0.0, -0.0, 1.5, -1.5], np.float32)
+    start, gradient = (grid.ravel().copy() for grid in np.meshgrid(values, values))
+    cuts = [Segment(0, 16, 0)]
+    ours = alone(RuleSpec(name), start, [gradient], [0.1], cuts, [group])
+    assert_same_bits(ours, torch_sgd(start, [gradient], [0.1], cuts, [group]))
+
+
 def test_rounding_the_product_before_the_sum_would_not_be_torch() -> None:
     """The equality above is not given: without fused multiply-add some elements differ after 50 steps."""
     start, gradients, rates = draws(4099, 50, seed=1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import struct
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -247,6 +249,19 @@ def test_golden_bytes_of_every_kind(golden: Any) -> None:
         lines[Kind(kind).name] = f"{f0.hex()} {f1.hex()} {sum(map(len, buffers))}"
         assert_same(wire.decode([f0, f1, *buffers]), example(kind))
     golden("wire/messages.txt", lines)
+
+
+def test_the_page_about_the_wire_names_every_kind_field_and_offset() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
+    for kind, cls in MESSAGES.items():
+        (row,) = re.findall(rf"^\| {int(kind)} \| {kind.name} \|.*$", page, re.MULTILINE)
+        for field in dataclasses.fields(cls):
+            assert "check" not in field.metadata or re.search(rf"\b{field.name}\b", row), (kind.name, field.name)
+    at = 0
+    for name, size in zip(wire.Header._fields, (2, 1, 1, 2, 2, 4, 4, 8, 8, 4, 2, 2, 4, 4), strict=True):
+        assert f"| {at} | {size} | {name} |" in page
+        at += size
+    assert at == wire.HEADER_BYTES == 48
 
 
 def test_a_field_at_its_default_takes_no_bytes() -> None:

@@ -7,9 +7,7 @@ from zasgd.core.messages import Grant
 from zasgd.sim.problems import GammaTimes, Quadratic, Tally, UniformTimes
 
 
-@pytest.mark.parametrize(
-    ("heterogeneous", "tail", "tolerance"), [(True, 0.279, 0.01), (False, 0.0094, 0.002)]
-)
+@pytest.mark.parametrize(("heterogeneous", "tail", "tolerance"), [(True, 0.279, 0.01), (False, 0.0094, 0.002)])
 def test_gamma_task_times_have_the_published_tail(heterogeneous: bool, tail: float, tolerance: float) -> None:
     times = GammaTimes(2.0, heterogeneous=heterogeneous, seed=1)
     drawn = [times.next(f"machine-{i}") for i in range(40_000)]

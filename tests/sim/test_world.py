@@ -172,9 +172,7 @@ def test_a_signal_runs_the_shells_call_and_its_effects() -> None:
     world = world_of()
     world.add("broker", toy())
     world.add("worker", toy())
-    world.at(
-        1.0, lambda: world.signal("worker", lambda node, now: [say(f"SIGTERM at {now - node.born_at:.1f}")])
-    )
+    world.at(1.0, lambda: world.signal("worker", lambda node, now: [say(f"SIGTERM at {now - node.born_at:.1f}")]))
     world.run(2.0)
     assert world.node("broker").texts == ["SIGTERM at 1.0"]
 
@@ -256,9 +254,7 @@ def test_a_paused_process_reads_its_mail_in_order_before_its_timers_fire() -> No
 
 
 def test_a_process_killed_in_its_pause_does_not_wake() -> None:
-    world = world_of(
-        Faults(pauses=(Pause("toy", 1.0, 10.0),), kills=(Kill("toy", at_s=2.0, restart_after_s=1.0),))
-    )
+    world = world_of(Faults(pauses=(Pause("toy", 1.0, 10.0),), kills=(Kill("toy", at_s=2.0, restart_after_s=1.0),)))
     world.add("toy", toy(every_s=1.0))
     world.run(12.5)
     assert world.node("toy").life == 1
@@ -332,9 +328,7 @@ def test_a_timer_that_never_lets_time_pass_is_found() -> None:
 
 def test_a_watch_sees_every_event_and_may_object() -> None:
     class NoErrors:
-        def handled(
-            self, at_s: float, name: str, node: Any, message: Message | None, effects: list[Effect]
-        ) -> None:
+        def handled(self, at_s: float, name: str, node: Any, message: Message | None, effects: list[Effect]) -> None:
             if isinstance(message, Err):
                 raise InvariantError(f"{name} was refused: {message.code}")
 

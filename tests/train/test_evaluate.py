@@ -34,7 +34,7 @@ def test_scores_are_those_of_plain_torch(evaluator):
     torch.manual_seed(7)
     inputs, targets = digits()[1].tensors
     outputs = mlp()(inputs)
-    assert scores["test_accuracy"] == (outputs.argmax(1) == targets).float().mean().item()
+    assert scores["test_accuracy"] == int((outputs.argmax(1) == targets).sum()) / 500
     assert scores["test_loss"] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item(), rel=1e-6)
 
 
@@ -93,8 +93,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     path = tmp_path / LAST
     write_model(path, nn.Linear(1, 1), {})
     before = path.read_bytes()
-    with pytest.raises(Exception, match="expected|Metadata|str|argument"):
-        write_model(path, nn.Linear(2, 2), {"epoch": 3})
+    with pytest.raises(TypeError):
+        write_model(path, nn.Linear(2, 2), {"epoch": 3})  # safetensors wants texts
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

@@ -1,7 +1,7 @@
 """One process of each role around its core: sockets, signals, threads, and the way out.
 
-Decides nothing about training. Each function blocks until its node stops and returns the Stop. A first SIGINT or SIGTERM
-asks the node to leave in order, a second one ends the process at once.
+Decides nothing about training. Each function blocks until its node stops and returns the Stop. A first SIGINT or
+SIGTERM asks the node to leave in order, a second one ends the process at once.
 """
 
 from __future__ import annotations

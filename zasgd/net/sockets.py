@@ -49,7 +49,7 @@ def router(ctx: zmq.Context[zmq.Socket[bytes]], address: str, *, control: bool) 
         sock.bind(f"tcp://{address}")
     except zmq.ZMQError as e:
         sock.close(0)
-        host, port = split_address(address)
+        _, port = split_address(address)
         in_use = e.errno == zmq.EADDRINUSE
         raise BindError(address, port, "the port is in use" if in_use else f"{zmq.strerror(e.errno)}") from None
     return sock

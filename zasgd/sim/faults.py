@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from zasgd.core.messages import Kind
 
+DUPLICATE_AFTER_S = 2.0
+"""A random duplicate comes up to this much after the first copy: in the midst of the next exchange."""
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -52,7 +55,7 @@ class Pause:
 class Tamper:
     """One chosen fault: the `nth` to `nth + times - 1` message of `kind` (from `sender`, "" for anyone).
 
-    It is lost, or arrives `late_s` later; with `copies` it arrives so many times more.
+    It is lost, or arrives `late_s` later; with `copies` it arrives so many times more, each `copy_after_s` later.
     """
 
     kind: Kind
@@ -63,6 +66,7 @@ class Tamper:
     lose: bool = False
     late_s: float = 0.0
     copies: int = 0
+    copy_after_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +129,26 @@ class Network:
 
     def arrivals(self, now: float, sender: str, receiver: str, kind: Kind) -> list[float]:
         """Virtual times at which a message sent `now` is delivered; empty when it is lost."""
-        lose, late_s, copies = self._chance(now)
+        lose, late_s, again_s = self._chance(now)
         for i, tamper in enumerate(self._faults.tampers):
             if self._hits(i, tamper, sender, receiver, kind):
-                lose, late_s, copies = lose or tamper.lose, late_s + tamper.late_s, copies + tamper.copies
+                lose, late_s = lose or tamper.lose, late_s + tamper.late_s
+                again_s += [tamper.copy_after_s * (n + 1) for n in range(tamper.copies)]
         first = self._in_order(now, sender, receiver, late_s)
-        again = [first + self._draw.uniform(0.0, 2.0) for _ in range(copies)]
+        again = [first + after_s for after_s in again_s]
         return again if lose else [first, *again]
 
-    def _chance(self, now: float) -> tuple[bool, float, int]:
+    def _chance(self, now: float) -> tuple[bool, float, list[float]]:
+        """Whether it is lost, how late it is, and how much later each copy comes."""
         f = self._faults
-        draws = [self._draw.random() for _ in range(5)]
+        draws = [self._draw.random() for _ in range(6)]
         if not f.from_s <= now < f.until_s:
-            return False, 0.0, 0
+            return False, 0.0, []
         late_s = f.stall_s if draws[2] < f.stall else 0.0
         if draws[3] < f.delay:
             late_s += draws[4] * f.delay_s
-        return draws[0] < f.drop, late_s, int(draws[1] < f.duplicate)
+        again_s = [DUPLICATE_AFTER_S * draws[5]] if draws[1] < f.duplicate else []
+        return draws[0] < f.drop, late_s, again_s
 
     def _hits(self, index: int, tamper: Tamper, sender: str, receiver: str, kind: Kind) -> bool:
         if kind != tamper.kind or tamper.sender not in ("", sender) or tamper.receiver not in ("", receiver):
