@@ -184,9 +184,10 @@ def test_an_empty_slice_takes_pushes(name: str) -> None:
 
 
 def test_network_frames_and_own_arrays_share_what_warm_compiled() -> None:
+    ShardOptimizer(RuleSpec(), GROUPS, [], 0).warm()
     optimizer = ShardOptimizer(RuleSpec(), GROUPS, [Segment(0, 40, 1), Segment(40, 64, 4)], 64)
-    optimizer.warm()
     compiled = len(kernels.sweep.signatures), len(kernels.largest_magnitude.signatures)
+    assert compiled[0] >= 4 and compiled[1] == 1
     w, out = np.ones((2, 64), np.float32)
     frame = np.frombuffer(bytes(8) + np.ones(64, np.float32).tobytes(), np.float32, offset=8)
     for gradient in (frame, np.ones(64, np.float32)):

@@ -118,11 +118,7 @@ grants = st.builds(
     counting, counting, st.integers(0, 2**62), st.integers(1, 2**61),
 )  # fmt: skip
 plain = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=20),
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
@@ -162,9 +158,7 @@ by_type: dict[Any, st.SearchStrategy[Any]] = {
     tuple[str, ...]: st.lists(st.text(max_size=30), max_size=4).map(tuple),
     tuple[int, ...]: st.lists(counting, max_size=4).map(tuple),
     tuple[Grant, ...]: st.lists(grants, max_size=4).map(tuple),
-    tuple[Applied, ...]: st.lists(st.builds(Applied, counting, st.lists(grants, max_size=3).map(tuple))).map(
-        tuple
-    ),
+    tuple[Applied, ...]: st.lists(st.builds(Applied, counting, st.lists(grants, max_size=3).map(tuple))).map(tuple),
     tuple[Refused, ...]: st.lists(st.builds(Refused, grants, st.text(max_size=20)), max_size=4).map(tuple),
     tuple[Array, ...]: st.lists(bits("<f4"), max_size=4).map(tuple),
     dict[str, Any]: st.dictionaries(st.text(max_size=20), plain, max_size=5),
@@ -190,9 +184,7 @@ def messages_of(kind: int) -> st.SearchStrategy[Message]:
     part = st.tuples(st.integers(0, 2**16 - 2), st.integers(1, 2**15)).map(
         lambda p: {"part": min(p[0], p[1] - 1), "parts": p[1]}
     )
-    return st.builds(
-        lambda fields, p: cls(**fields, **p), st.fixed_dictionaries(f0_field | own | flags), part
-    )
+    return st.builds(lambda fields, p: cls(**fields, **p), st.fixed_dictionaries(f0_field | own | flags), part)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: Kind(k).name)
@@ -605,9 +597,7 @@ MIB = 1024 * 1024
 
 @settings(max_examples=200)
 @given(st.integers(0, 500), st.integers(1, 200), st.sampled_from([np.float32, np.int64]))
-def test_parts_are_consecutive_bounded_and_complete(
-    num_elements: int, max_part_bytes: int, dtype: Any
-) -> None:
+def test_parts_are_consecutive_bounded_and_complete(num_elements: int, max_part_bytes: int, dtype: Any) -> None:
     flat = np.arange(num_elements, dtype=dtype)
     parts = list(wire.split(flat, max_part_bytes))
     expected_offset = 0

@@ -178,7 +178,7 @@ def test_every_table_of_a_core_is_counted_by_its_path() -> None:
 
 
 def test_a_table_that_keeps_growing_is_found_and_one_that_does_not_is_left_alone() -> None:
-    tables, shard = TableSizes(every=1), Shard(0.0, b"token", "")
+    tables, shard = TableSizes(every_s=1.0), Shard(0.0, b"token", "")
     for i in range(100):
         shard.refusals[f"code {i % 10}"] += 1
         tables.handled(float(i), "shard-0", shard, None, [])

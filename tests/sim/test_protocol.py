@@ -4,7 +4,6 @@ Every message goes through the real wire. An independent observer checks every e
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +12,19 @@ import pytest
 
 from tests.sim.test_world import Toy, digest_in_a_new_process
 from zasgd.core.broker import RunPhase
-from zasgd.core.messages import Done, Drain, Expel, Kind, Message, StopMsg
-from zasgd.core.node import BROKER, Effect, PeerId, Send
+from zasgd.core.messages import Drain, Expel, Kind, Message, StopMsg
+from zasgd.core.node import BROKER, Effect, PeerId, Send, Stop
 from zasgd.core.rules import GroupSpec, RuleSpec
-from zasgd.sim.cluster import RUN, Cluster, Plan, small_layout
+from zasgd.sim.cluster import Cluster, Plan, small_layout
 from zasgd.sim.faults import Faults, Kill, Pause, Tamper, scattered_kills
 from zasgd.sim.invariants import Tallies
 from zasgd.sim.problems import Tally
 from zasgd.sim.world import State
 
 STORM = Faults(drop=0.02, duplicate=0.02, stall=0.01)
-SMALL = Plan(num_workers=3, num_samples=128, batch_size=8, epochs=2, step_s=1.0)
-ALL = Tallies(once=256, torn=0, none=0)
+SMALL = Plan(num_workers=3, num_samples=128, batch_size=8, epochs=6, step_s=1.0)
+"""About 32 virtual seconds."""
+ALL = Tallies(once=768, torn=0, none=0)
 
 
 def workers(count: int) -> list[str]:
@@ -56,8 +56,6 @@ class Visitor(Toy):
     """Asks once and goes away with the answer."""
 
     def on_message(self, now: float, peer: PeerId, msg: Message) -> list[Effect]:
-        from zasgd.core.node import Stop
-
         return [*super().on_message(now, peer, msg), Stop("answered")]
 
 
@@ -70,7 +68,7 @@ def test_a_quiet_run_computes_every_batch_once_and_everybody_goes_home() -> None
     codes = [p.stop.code for p in cluster.world.processes.values() if p.stop is not None]
     assert codes == [0] * 7
     assert cluster.world.trace.counts["lost"] == 0
-    assert [tally["epoch"] for tally in events(cluster, "epoch_completed")] == [0, 1]
+    assert sorted(tally["epoch"] for tally in events(cluster, "epoch_completed")) == [0, 1, 2, 3, 4, 5]
     assert events(cluster, "evaluated")[-1]["final"] is True
 
 
@@ -92,19 +90,19 @@ def final_counts(cluster: Cluster) -> np.ndarray[Any, Any]:
 def test_the_parameters_themselves_say_that_each_batch_was_applied_once_per_epoch() -> None:
     cluster = Cluster(counting_plan(), seed=2, gradients=Tally(stride=32))
     assert finished(cluster) == ALL
-    assert np.array_equal(final_counts(cluster), np.full((2, 16), 2.0))
+    assert np.array_equal(final_counts(cluster), np.full((2, 16), 6.0))
 
 
 def test_the_parameters_agree_after_a_storm_with_deaths() -> None:
     kills = scattered_kills(workers(3), 6, start_s=2, stop_s=40, restart_s=(0.5, 5), seed=5)
     storm = Faults(drop=0.05, duplicate=0.05, stall=0.02, until_s=60, kills=kills)
-    cluster = Cluster(counting_plan(epochs=4), seed=6, gradients=Tally(stride=32), faults=storm)
+    cluster = Cluster(counting_plan(), seed=6, gradients=Tally(stride=32), faults=storm)
     tallies = finished(cluster)
     counts = final_counts(cluster)
-    assert counts.max() <= 4
+    assert counts.max() <= 6
     assert list(counts.sum(axis=1)) == [cluster.shard(k).version for k in range(2)]
     assert counts.min(axis=0).sum() * 8 == pytest.approx(tallies.once, abs=tallies.torn)
-    assert tallies.once + tallies.torn == 512
+    assert tallies.once + tallies.torn == 768
 
 
 # ---- storms ------------------------------------------------------------------------------------------
@@ -153,7 +151,7 @@ def test_a_run_through_a_storm_completes(seed: int) -> None:
     storm = Faults(drop=0.06, duplicate=0.06, stall=0.03, until_s=120, kills=kills, pauses=pauses)
     plan = replace(SMALL, num_workers=4, num_shards=1 + seed % 3, evaluator=bool(seed % 2))
     tallies = finished(Cluster(plan, seed, faults=storm))
-    assert tallies.once + tallies.torn == 256
+    assert tallies.once + tallies.torn == 768
 
 
 # ---- coming and going --------------------------------------------------------------------------------
@@ -217,11 +215,11 @@ def test_everything_stopped_at_once_goes_on_where_it_was(for_s: float) -> None:
 
 
 def test_a_push_on_the_wire_when_its_worker_dies_is_refused_after_the_fence() -> None:
-    late = Tamper(Kind.PUSH, nth=7, times=2, sender="worker-0", late_s=30.0)
+    late = Tamper(Kind.PUSH, nth=7, times=99, sender="worker-0", late_s=20.0)
     kill = Kill("worker-0", at_s=9.0)
-    cluster = Cluster(replace(SMALL, epochs=4), seed=8, faults=Faults(tampers=(late,), kills=(kill,)))
-    assert finished(cluster) == Tallies(512, 0, 0)
-    assert [cluster.shard(k).refusals["FENCED"] for k in range(2)] == [1, 1]
+    cluster = Cluster(SMALL, seed=8, faults=Faults(tampers=(late,), kills=(kill,)))
+    assert finished(cluster) == ALL
+    assert all(cluster.shard(k).refusals["FENCED"] >= 1 for k in range(2))
 
 
 def test_a_worker_that_dies_between_its_pushes_tears_one_batch() -> None:
@@ -230,13 +228,13 @@ def test_a_worker_that_dies_between_its_pushes_tears_one_batch() -> None:
             for kind, nth in ((Kind.PUSH, 4), (Kind.PROBE, 1))]  # fmt: skip
     cluster = Cluster(SMALL, seed=9, faults=Faults(tampers=tuple(lost), kills=(Kill("worker-0", at_s=12.0),)))
     tallies = finished(cluster)
-    assert tallies == Tallies(once=248, torn=8, none=0)
+    assert tallies == Tallies(once=760, torn=8, none=0)
     assert cluster.shard(0).version == cluster.shard(1).version + 1
 
 
 def test_a_batch_without_a_finite_gradient_is_tried_twice_and_skipped() -> None:
     cluster = Cluster(SMALL, seed=10, bad=frozenset({(0, 3), (1, 5)}))
-    assert finished(cluster) == Tallies(once=240, torn=0, none=16)
+    assert finished(cluster) == Tallies(once=752, torn=0, none=16)
     assert [f["reason"] for f in events(cluster, "batch_refused")] == ["nonfinite"] * 4
 
 
@@ -267,7 +265,20 @@ def test_a_seeder_that_dies_at_any_moment_is_replaced(sends: int, reported: bool
     if reported:
         for at_s in (0.51, 0.515, 0.52, 0.53, 0.6):
             visit(cluster, at_s, Expel(host="worker-0", pid=1))
-        cluster.world.at(0.5, lambda: None)
+    assert finished(cluster) == ALL
+
+
+def test_a_run_does_not_open_on_what_a_dead_seeder_left() -> None:
+    """Both shards report that they are seeded when they have been told to forget it already."""
+    tampers = (
+        Tamper(Kind.RENEW, nth=2, sender="shard-0", late_s=0.5),
+        Tamper(Kind.RENEW, nth=2, sender="shard-1", late_s=0.5),
+        Tamper(Kind.FENCED, times=2, lose=True),
+    )
+    kill = Kill("worker-0", at_s=0.6)
+    cluster = Cluster(replace(SMALL, num_workers=1), seed=13, faults=Faults(tampers=tampers, kills=(kill,)))
+    cluster.add_worker("second", at_s=0.55)
+    visit(cluster, 0.7, Expel(host="worker-0", pid=1))
     assert finished(cluster) == ALL
 
 
@@ -276,7 +287,7 @@ def test_a_lost_evaluator_stops_nobody() -> None:
         kill = Kill("evaluator", at_s=10.0, restart_after_s=restart_after_s)
         cluster = Cluster(replace(SMALL, evaluator=True), seed=14, faults=Faults(kills=(kill,)))
         assert finished(cluster) == ALL
-        assert bool(events(cluster, "evaluated")) == (restart_after_s is not None)
+        assert any(e["final"] for e in events(cluster, "evaluated")) == (restart_after_s is not None)
         assert (("broker", "params") in cluster.world.saved) == (restart_after_s is None)
 
 
@@ -297,7 +308,7 @@ def test_a_run_that_is_stopped_ends_everybody_within_seconds(interrupted: bool, 
     assert cluster.over and cluster.broker.outcome == outcome
     assert cluster.world.now < 15.0
     seen = cluster.observer.tallies(cluster.plan.grid)
-    assert 0 < seen.once < 256
+    assert 0 < seen.once < 768
 
 
 def test_a_lost_broker_ends_everybody_with_code_3() -> None:
@@ -311,30 +322,26 @@ def test_an_order_to_admit_that_comes_long_after_the_end_of_a_life_admits_nobody
     """The worker sleeps past its lease; a copy of its ADMIT reaches a shard when its fence is forgotten."""
     late = Tamper(Kind.ADMIT, nth=1, times=6, copies=1, copy_after_s=24.0)
     pause = Pause("worker-0", 5.3, 20.0)
-    cluster = Cluster(replace(SMALL, epochs=4), seed=18, faults=Faults(tampers=(late,), pauses=(pause,)))
+    cluster = Cluster(SMALL, seed=18, faults=Faults(tampers=(late,), pauses=(pause,)))
     cluster.run(30.0)
     living = {m.incarnation for m in cluster.broker.members.of("worker")}
     for k in range(2):
         assert set(cluster.shard(k).clients) <= living
-    assert finished(cluster) == Tallies(512, 0, 0)
+    assert finished(cluster) == ALL
 
 
 def test_nothing_is_lost_or_kept_when_a_hundred_short_lives_come_and_go() -> None:
-    kills = scattered_kills(workers(4), 100, start_s=2, stop_s=400, restart_s=(0.5, 3), seed=19)
-    cluster = Cluster(replace(SMALL, num_workers=4, epochs=12), seed=19, faults=Faults(kills=kills))
+    kills = scattered_kills(workers(4), 100, start_s=2, stop_s=250, restart_s=(0.5, 3), seed=19)
+    cluster = Cluster(replace(SMALL, num_workers=4, epochs=60), seed=19, faults=Faults(kills=kills))
     tallies = finished(cluster, 3000.0)
-    assert tallies.once + tallies.torn == 12 * 128
+    assert tallies.once + tallies.torn == 60 * 128
+    assert cluster.world.trace.counts["killed"] == 100
     assert len(cluster.broker.members.members) <= 1
     assert all(len(cluster.shard(k).fenced) <= 8 for k in range(2))
 
 
-def answers(node: Toy) -> Sequence[str]:
-    return [m.text for _, _, m in node.heard if isinstance(m, Done)]
-
-
 def test_a_storm_stalls_nobody_for_ever() -> None:
     """After the last fault every process is either working or has ended: no state is a dead end."""
-    cluster = Cluster(replace(SMALL, epochs=6), seed=20, faults=replace(STORM, drop=0.3, until_s=40.0))
+    cluster = Cluster(SMALL, seed=20, faults=replace(STORM, drop=0.15, until_s=40.0))
     finished(cluster)
     assert all(p.state is State.STOPPED for p in cluster.world.processes.values())
-    assert RUN == cluster.broker.run

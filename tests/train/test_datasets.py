@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -84,6 +85,11 @@ def test_a_folder_without_the_files_is_named(tmp_path):
 def test_when_no_way_works_all_three_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "DEBIAN_FASHION", tmp_path / "absent")
     (tmp_path / "file").write_text("in the way of the download's folder")
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(DataError, match="torchvision"):
+        fashion_mnist(download_to=str(tmp_path / "empty"))
+    monkeypatch.undo()
+    monkeypatch.setattr(datasets, "DEBIAN_FASHION", tmp_path / "absent")
     with pytest.raises(DataError) as caught:
         fashion_mnist(download_to=str(tmp_path / "file"))
     for words in ("dataset-fashion-mnist", "data.args.folder", "torchvision"):

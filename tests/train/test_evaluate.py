@@ -38,9 +38,14 @@ def test_scores_are_those_of_plain_torch(evaluator):
     assert scores["test_loss"] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item(), rel=1e-6)
 
 
+def test_dropout_is_off_while_scoring(tmp_path):
+    evaluator = Evaluator(load_recipe("digits", ["model.args.dropout=0.5"]), "cpu", tmp_path)
+    assert evaluator.evaluate(0)["test_loss"] == evaluator.evaluate(0)["test_loss"]
+
+
 def test_the_last_and_the_best_model_load_into_the_plain_model_strictly(evaluator, tmp_path):
-    good, worse = evaluator._flat.initial(), evaluator._flat.initial()
-    worse["params"] = worse["params"] * 0
+    good = Trainer(load_recipe("digits")).initial()
+    worse = {"params": np.zeros_like(good["params"])}
     load_all(evaluator, good)
     best = evaluator.evaluate(epoch=1)
     load_all(evaluator, worse)
@@ -89,14 +94,17 @@ def test_tied_strided_and_half_tensors_are_exported_each_with_its_own_memory(tmp
     assert all(torch.equal(back[k], v) and back[k].dtype == v.dtype for k, v in net.state_dict().items())
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
     path = tmp_path / LAST
     write_model(path, nn.Linear(1, 1), {})
     before = path.read_bytes()
     with pytest.raises(TypeError):
         write_model(path, nn.Linear(2, 2), {"epoch": 3})  # safetensors wants texts
     assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_model(tmp_path / "folder", nn.Linear(1, 1), {})
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "folder", path]
 
 
 def test_a_state_that_is_no_tensor_is_named(tmp_path):

@@ -12,7 +12,7 @@ import torch
 
 from zasgd.core.ledger import permutation
 from zasgd.core.messages import Grant
-from zasgd.train import DataError, MissingExtraError, make_evaluator, make_trainer, train_extra
+from zasgd.train import DataError, DeviceError, MissingExtraError, make_evaluator, make_trainer, train_extra
 from zasgd.train.datasets import digits
 from zasgd.train.models import mlp
 from zasgd.train.recipe import RecipeError, load_recipe
@@ -69,22 +69,22 @@ def test_dropout_and_augmentation_differ_between_batches_and_epochs_and_seeds():
 
 def test_a_sample_is_augmented_alike_in_whichever_batch_it_is():
     trainer = users()
-    wide = trainer._batch(Grant(0, 0, 0, 20))[0]
-    narrow = trainer._batch(Grant(0, 5, 10, 15))[0]
+    wide = trainer.batch(Grant(0, 0, 0, 20))[0]
+    narrow = trainer.batch(Grant(0, 5, 10, 15))[0]
     assert torch.equal(wide[10:15], narrow)
-    assert not torch.equal(wide, trainer._batch(Grant(1, 0, 0, 20))[0])
+    assert not torch.equal(wide, trainer.batch(Grant(1, 0, 0, 20))[0])
 
 
 def test_what_was_loaded_is_what_the_gradient_is_computed_on():
-    ahead, behind = Trainer(load_recipe("digits", ["train.seed=1"])), Trainer(load_recipe("digits"))
-    for section, vector in ahead.initial().items():
+    values = Trainer(load_recipe("digits", ["train.seed=1"])).initial()
+    at_once, in_pieces, not_at_all = (Trainer(load_recipe("digits")) for _ in range(3))
+    for section, vector in values.items():
+        at_once.load(section, 0, vector)
         middle = len(vector) // 2
-        behind.load(section, middle, vector[middle:])
-        behind.load(section, 0, vector[:middle])
-    assert behind.initial().keys() == {"params", "stats", "counters"}
-    same_batch = behind._batch(GRANT)
-    ahead._batch = lambda grant: same_batch  # the seeds, and so the permutations, differ
-    np.testing.assert_array_equal(ahead.gradient(GRANT).grads, behind.gradient(GRANT).grads)
+        in_pieces.load(section, middle, vector[middle:])
+        in_pieces.load(section, 0, vector[:middle])
+    np.testing.assert_array_equal(at_once.gradient(GRANT).grads, in_pieces.gradient(GRANT).grads)
+    assert at_once.gradient(GRANT).loss != not_at_all.gradient(GRANT).loss
 
 
 def test_the_whole_gradient_is_clipped():
@@ -135,6 +135,13 @@ def test_a_factory_that_cannot_be_used_is_named_in_one_line(override, error, wor
     with pytest.raises(error) as caught:
         users(override)
     assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", "xpu"])
+def test_a_device_that_is_not_there_is_named_in_one_line(device):
+    with pytest.raises(DeviceError, match=f'device "{device}" cannot be used here') as caught:
+        Trainer(load_recipe("digits"), device)
     assert "\n" not in str(caught.value)
 
 

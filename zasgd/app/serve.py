@@ -63,6 +63,7 @@ def broker_config(recipe: Recipe, num_servers: int, data_port: int, wants_evalua
         epochs=recipe.train.epochs,
         batch_size=recipe.train.batch_size,
         shard_config=shard.to_json(),
+        num_groups=len(shard.groups),
         data_port=data_port,
         lease_s=recipe.run.lease_s,
         window_bytes=recipe.run.window_bytes,

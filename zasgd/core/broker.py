@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from zasgd.core.codec import MAX_FRAME_BYTES
 from zasgd.core.exchange import Exchange, RoundTrip, over_shards
-from zasgd.core.layout import Layout
+from zasgd.core.layout import SECTIONS, Layout
 from zasgd.core.ledger import Ledger
 from zasgd.core.membership import Event, Member, Membership, State
 from zasgd.core.messages import (
@@ -88,7 +89,8 @@ class RunPhase(enum.Enum):
 class BrokerConfig:
     """What the broker must know of a run.
 
-    run: random 32-bit id. recipe: JSON text that workers get. shard_config: JSON text that shards get. data_port: where
+    run: random 32-bit id. recipe: JSON text that workers get. shard_config: JSON text that shards get. num_groups: parameter
+    groups for which it holds hyper-parameters. data_port: where
     the relay listens. evaluate_every: epochs between evaluations. wants_evaluator: wait for one at the end.
     """
 
@@ -98,6 +100,7 @@ class BrokerConfig:
     epochs: int
     batch_size: int
     shard_config: str
+    num_groups: int = 1
     data_port: int = 0
     lease_s: float = 10.0
     window_bytes: int = 1 << 30
@@ -202,7 +205,7 @@ class Broker:
         late_s = now - min(self._timers.next(), self.members.next_due())
         if late_s <= self.config.lease_s / 4:
             return []
-        self.members.extend_all(late_s)
+        self.members.extend_all(now, late_s)
         return [Note("broker_stalled", {"seconds": round(late_s, 3)})]
 
     # ---- anybody ----------------------------------------------------------------------------------
@@ -272,7 +275,8 @@ class Broker:
         if msg.layout is not None:
             self._same_layout(msg.layout)
         if self.members.of("eval"):
-            raise Refusal("FULL", "this run has an evaluator")
+            # One that was killed is a member until its lease runs out: its successor waits.
+            raise Refusal("FULL", "this run has an evaluator", retry_after_ms=500)
         member = self.members.join(now, "eval", 0, msg.token, peer, msg.name, msg.host, msg.pid)
         self.members.step(member, Event.ADMITTED)
         note = Note("evaluator_joined", {"host": msg.host, "pid": msg.pid})
@@ -312,11 +316,21 @@ class Broker:
                 text = f"this run trains on {self.num_samples} samples, the worker has {msg.num_samples}"
                 raise Refusal("LAYOUT_MISMATCH", text)
             return
-        if not msg.num_samples or not msg.layout.num_parameters:
-            raise Refusal("NO_LAYOUT", "a run needs at least one sample and one parameter")
+        self._check_first_layout(msg.layout, msg.num_samples)
         self.layout, self.num_samples = msg.layout, msg.num_samples
         self.ledger = Ledger(self.num_samples, self.config.batch_size, self.config.epochs)
         self._loss = LossMeter(self.num_samples / 2)
+
+    def _check_first_layout(self, layout: Layout, num_samples: int) -> None:
+        if not num_samples or not layout.num_parameters:
+            raise Refusal("NO_LAYOUT", "a run needs at least one sample and one parameter")
+        if max(t.group for t in layout.tensors) >= self.config.num_groups:
+            raise Refusal("BAD_LAYOUT", f"this run has hyper-parameters for {self.config.num_groups} parameter groups")
+        for section in ("stats", "counters"):
+            num_bytes = max(s.size for s in layout.slices(section, self.config.num_shards)) * SECTIONS[section]
+            if num_bytes > MAX_FRAME_BYTES:
+                text = f"the buffers ({section}) take {num_bytes} bytes per shard, one frame holds {MAX_FRAME_BYTES}"
+                raise Refusal("BAD_LAYOUT", f"{text}: use more servers")
 
     def _same_layout(self, layout: Layout) -> None:
         own = self.layout
@@ -480,7 +494,9 @@ class Broker:
     def _open_if_seeded(self, now: float) -> list[Effect]:
         """All shards hold what one and the same live seeder sent: the run is open."""
         by_seeder = [k for k, incarnation in self.seeded.items() if incarnation == self.seeder]
-        if self.open or not self.seeder or len(by_seeder) < self.config.num_shards:
+        seeder = self.members.get(self.seeder)
+        # Of a seeder that is being fenced the shards may have forgotten everything already.
+        if self.open or seeder is None or seeder.state is State.FENCING or len(by_seeder) < self.config.num_shards:
             return []
         self.open = True
         self.phase = RunPhase.TRAINING

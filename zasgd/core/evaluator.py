@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from zasgd.core.exchange import Exchange, Piece, RoundTrip, over_shards
+from zasgd.core.exchange import Exchange, Piece, RoundTrip, covers, over_shards
 from zasgd.core.layout import Layout
 from zasgd.core.messages import (
     Ack,
@@ -183,10 +183,11 @@ class Evaluator:
         if exchange is None or order is None or not exchange.settled:
             return []
         self.exchange = None
-        if exchange.refusals or not exchange.covers(self.layout):
+        pieces = exchange.pieces(self.layout)
+        if exchange.refusals or not covers(pieces, self.layout):
             self.order = None  # the broker repeats its order
             return []
-        self.task = ScoreTask(order.epoch, order.final, order.interrupted, exchange.pieces(self.layout))
+        self.task = ScoreTask(order.epoch, order.final, order.interrupted, pieces)
         return [Compute(self.task)]
 
     # ---- small things -----------------------------------------------------------------------------

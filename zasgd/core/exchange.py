@@ -184,10 +184,6 @@ class Exchange:
                     found.append(("counters", starts["counters"][shard], part.counters))
         return tuple(found)
 
-    def covers(self, layout: Layout) -> bool:
-        """The answers hold every parameter."""
-        return sum(v.size for s, _, v in self.pieces(layout) if s == "params") == layout.sizes["params"]
-
 
 def _num_bytes(messages: Iterable[Message]) -> int:
     total = 0
@@ -199,6 +195,11 @@ def _num_bytes(messages: Iterable[Message]) -> int:
 
 def _probe(msg: Message) -> Probe:
     return Probe(run=msg.run, shard=msg.shard, worker=msg.worker, incarnation=msg.incarnation, seq=msg.seq)
+
+
+def covers(pieces: Iterable[Piece], layout: Layout) -> bool:
+    """The pieces hold every parameter."""
+    return sum(values.size for section, _, values in pieces if section == "params") == layout.sizes["params"]
 
 
 def over_shards(

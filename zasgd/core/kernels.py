@@ -158,11 +158,13 @@ class ShardOptimizer:
         return sum(array.nbytes for array in self.state.values())
 
     def warm(self) -> None:
-        """Compile what `apply` and `all_finite` will run, so that the first push does not wait for it."""
-        used = sorted({s.group for s in self.segments})
-        segments = [Segment(i, i + 1, group) for i, group in enumerate(used)]
-        tiny = ShardOptimizer(self.rule, self.groups, segments, len(used))
-        w, grad, snapshot, out = np.zeros((4, len(used)), np.float32)
+        """Compile what `apply` and `all_finite` run for any of the groups, so that no push waits for it.
+
+        Needs no segments: a shard can warm before it knows its slice.
+        """
+        count = len(self.groups)
+        tiny = ShardOptimizer(self.rule, self.groups, [Segment(i, i + 1, i) for i in range(count)], count)
+        w, grad, snapshot, out = np.zeros((4, count), np.float32)
         tiny.apply(w, [(0, grad)], snapshot, 0.0, out)
         all_finite(grad)
 

@@ -128,18 +128,29 @@ class Layout:
         """The tensors of one section, in order."""
         return [t for t in self.tensors if t.section == section]
 
-    def slices(self, section: str, num_shards: int) -> list[Slice]:
+    def slices(self, section: str, num_shards: int) -> tuple[Slice, ...]:
         """Cut a section's flat vector into `num_shards` consecutive slices, equal up to one cache line.
 
         A tensor may straddle shards; with fewer cache lines than shards some slices are empty. Raises
         LayoutError for less than one shard.
         """
+        found = self._cuts.get((section, num_shards))
+        if found is None:
+            found = self._cuts[section, num_shards] = self._cut(section, num_shards)
+        return found
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[str, int], tuple[Slice, ...]]:
+        """Slices computed so far: every step asks for the same few."""
+        return {}
+
+    def _cut(self, section: str, num_shards: int) -> tuple[Slice, ...]:
         if num_shards < 1:
             raise LayoutError(f"a layout cannot be cut over {num_shards} shards; at least 1 is needed")
         unit = ALIGN_BYTES // SECTIONS[section]
         num_units = self.sizes[section] // unit
         cuts = [-(-i * num_units // num_shards) * unit for i in range(num_shards + 1)]
-        return [Slice(start, stop) for start, stop in pairwise(cuts)]
+        return tuple(Slice(start, stop) for start, stop in pairwise(cuts))
 
     def segments(self, part: Slice) -> tuple[Segment, ...]:
         """The runs of equal parameter group inside a slice of the params section, relative to the slice.

@@ -181,11 +181,12 @@ class Membership:
             member.progress_at = now
         member.steps, member.phase = steps, phase
 
-    def extend_all(self, by_s: float) -> None:
-        """The broker itself stood still for `by_s` seconds: nobody could renew meanwhile."""
+    def extend_all(self, now: float, by_s: float) -> None:
+        """The broker itself stood still for `by_s` seconds or more: nobody could renew meanwhile."""
         for member in self.members.values():
-            member.lease_until += by_s
-            member.progress_at += by_s
+            # by_s counts from a deadline, which may be the very end of this lease: so a whole one from now.
+            member.lease_until = max(member.lease_until + by_s, now + self.lease_s)
+            member.progress_at = min(member.progress_at + by_s, now)
 
     def due(self, now: float) -> list[tuple[Member, Event]]:
         """Members whose lease has run out or that renew without making progress."""

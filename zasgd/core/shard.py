@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -51,6 +51,9 @@ from zasgd.core.snapshot import Client, Outcome, Snapshot, frozen_copy
 STATS_DECAY = 0.9
 """Weight of the old value when a worker's float buffers are averaged into the shard's."""
 MAX_LAG_BUCKET = 4095
+MAX_SAMPLES_PER_PUSH = 1 << 32
+MAX_SETTLED = 1024
+"""Lives whose end is settled that are remembered, so that a late ADMIT does not bring one back."""
 HELLO_EVERY_S = 0.5
 
 
@@ -129,6 +132,7 @@ class Shard:
         self.refusals: Counter[str] = Counter()
         self.clients: dict[int, Client] = {}
         self.fenced: dict[int, Fenced] = {}
+        self._settled: deque[int] = deque(maxlen=MAX_SETTLED)
         self.renewals = 0
         self.stopped = False
         self._events = 0
@@ -213,7 +217,8 @@ class Shard:
                 return self._fence(now, msg)
             case Lease():
                 for incarnation in msg.settled:
-                    self.fenced.pop(incarnation, None)
+                    if self.fenced.pop(incarnation, None) is not None:
+                        self._settled.append(incarnation)
                 return []
             case Observe():
                 return self._observe(BROKER, msg)
@@ -236,9 +241,14 @@ class Shard:
 
     def _admit(self, now: float, msg: Admit) -> list[Effect]:
         if msg.layout is not None and self.layout is None:
-            self._take_layout(msg.layout, msg.num_samples)
+            try:
+                self._take_layout(msg.layout, msg.num_samples)
+            except MemoryError:
+                return self._stop(f"no memory for a shard of a model of {msg.layout.num_parameters} parameters", 3)
         if self.layout is None:
             return []  # the broker repeats ADMIT with the layout until this shard has shown that it has it
+        if msg.incarnation in self._settled:
+            return []  # an old order, overtaken by the end of that life
         if msg.incarnation not in self.fenced and msg.incarnation not in self.clients:
             config = self._config
             self.clients[msg.incarnation] = Client(msg.worker, msg.incarnation, config.inflight + 1)
@@ -312,6 +322,8 @@ class Shard:
     # ---- workers and the evaluator ----------------------------------------------------------------
 
     def _on_data(self, now: float, peer: PeerId, msg: Message) -> list[Effect]:
+        if isinstance(msg, Err):
+            return []  # an ERR is never answered, or two peers could refuse each other for ever
         if self.config is None or self.layout is None:
             raise Refusal("UNSEEDED", "this shard has no layout yet", retry_after_ms=200)
         if msg.run != self.run:
@@ -355,7 +367,8 @@ class Shard:
         self._check_layout(init.layout_hash)
         if self.seeded_by:
             raise Refusal("ALREADY_SEEDED", f"incarnation {self.seeded_by} seeded this shard")
-        self._check_buffers(init.stats, init.counters, wanted=init.part == 0)
+        if init.part == 0 and (init.stats.size, init.counters.size) != (self.stats.size, self.counters.size):
+            raise Refusal("BAD_SHAPE", f"a seeder brings {self.stats.size} stats and {self.counters.size} counters")
         staged = self._stage(client, init.seq, init.offset, init.params)
         if init.part == 0:
             self.stats[:], self.counters[:] = init.stats, init.counters
@@ -398,6 +411,9 @@ class Shard:
         if snapshot is None:
             raise Refusal("NO_SNAPSHOT", f"nothing was sent to incarnation {client.incarnation} at {push.version}")
         self._check_buffers(push.stats, push.counters, wanted=push.commit)
+        granted = sum(g.num_samples for g in push.grants)
+        if push.num_samples > MAX_SAMPLES_PER_PUSH or (push.grants and push.num_samples != granted):
+            raise Refusal("BAD_FIELD", f"num_samples is {push.num_samples}, the grants hold {granted}")
         return snapshot
 
     def _check_layout(self, layout_hash: str) -> None:
@@ -442,7 +458,7 @@ class Shard:
         self.lags[min(client.lag, MAX_LAG_BUCKET)] += 1
         self.version += 1
         self.samples += push.num_samples
-        new = Snapshot(self.version, sent, frozen_copy(self.stats), frozen_copy(self.counters))
+        new = Snapshot(self.version, sent, *self._buffers())
         client.keep(new)
         outcome = Outcome(push=True, version=self.version, lag=client.lag)
         client.record(push.seq, outcome, Applied(push.seq, push.grants))
@@ -460,7 +476,12 @@ class Shard:
         return self._reply(cls, peer, msg, snapshot, outcome.lag)
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(self.version, *(frozen_copy(a) for a in (self.params, self.stats, self.counters)))
+        return Snapshot(self.version, frozen_copy(self.params), *self._buffers())
+
+    def _buffers(self) -> tuple[Array, Array]:
+        """Copies of the buffers; an empty one is its own copy."""
+        stats, counters = self.stats, self.counters
+        return (frozen_copy(stats) if stats.size else stats), (frozen_copy(counters) if counters.size else counters)
 
     def _reply(
         self,
@@ -473,7 +494,8 @@ class Shard:
         """The snapshot in parts; buffers ride on the first."""
         client = self.clients.get(msg.incarnation)
         extra: dict[str, Any] = {"lag": lag if lag is not None else client.lag if client else 0} if cls is Ack else {}
-        parts = list(wire.split(snapshot.params))
+        limit = wire.MAX_INLINE_PART_BYTES if msg.inline else wire.MAX_PART_BYTES
+        parts = list(wire.split(snapshot.params, limit))
         effects: list[Effect] = []
         for i, (offset, pieces) in enumerate(parts):
             buffers: dict[str, Any] = {"stats": snapshot.stats, "counters": snapshot.counters} if i == 0 else {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zasgd.core import wire
-from zasgd.core.exchange import Exchange, Piece, RoundTrip, over_shards
+from zasgd.core.exchange import Exchange, Piece, RoundTrip, covers, over_shards
 from zasgd.core.layout import Layout
 from zasgd.core.messages import (
     UNKNOWN_SHARD,
@@ -194,6 +194,7 @@ class Worker:
         self.grants: deque[Grant] = deque()
         self.got = 0
         self.open = False
+        self.dry = False
         self.seq = 0
         self.steps = 0
         self.lags: dict[int, int] = {}
@@ -235,6 +236,7 @@ class Worker:
             return self._push(now, self.grant, done.result)
         grant, self.grant = self.grant, None
         self._report(Refused(grant, "nonfinite"), "refused")
+        self.dry = False
         self._enter(Phase.IDLE)
         return [Note("gradient_refused", {**grant._asdict(), "reason": "nonfinite"}), *self._advance(now)]
 
@@ -335,6 +337,7 @@ class Worker:
         if msg.base <= self.got and fresh:
             self.grants.extend(fresh)
             self.got += len(fresh)
+        self.dry = not fresh  # asking again at once would bring no more: wait for a step or for the timer
         if msg.open and not self.open:
             self.open = True
         if msg.drain and not self.leaving:
@@ -382,7 +385,9 @@ class Worker:
         }
 
     def _ahead(self) -> int:
-        """How many batches to hold: enough for GRANTS_AHEAD_S of work."""
+        """How many batches to hold: enough for GRANTS_AHEAD_S of work, few while its pace is unknown."""
+        if not self._step_s:
+            return 2
         return max(2, min(16, math.ceil(GRANTS_AHEAD_S / max(self._step_s, 1e-3))))
 
     def _report(self, what: Applied | Refused, how: str) -> None:
@@ -401,7 +406,7 @@ class Worker:
         if self.leaving:
             return self._leave_now(now, self.leaving)
         effects: list[Effect] = []
-        low = len(self.grants) <= self._ahead() // 2 and self.open
+        low = len(self.grants) <= self._ahead() // 2 and self.open and not self.dry
         if (low or self._num_unconfirmed >= WINDOW // 2) and self.renewals == self.answered:
             effects += self._renew(now)
         if not self.grants or not self.open or self._num_unconfirmed >= WINDOW:
@@ -500,19 +505,23 @@ class Worker:
             effects += self._renew(now)
         elif phase is Phase.PUSHING:
             effects += self._pushed(now, exchange)
-        if phase is not Phase.SEEDING and not exchange.refusals and exchange.covers(self.layout):
-            self.versions = exchange.versions
-            self.pieces = exchange.pieces(self.layout)
-            self.fresh_at = now
-        elif phase is not Phase.SEEDING:
-            self.fresh_at = -math.inf
+        if phase is not Phase.SEEDING:
+            self._take_params(now, exchange)
         return effects + self._advance(now)
+
+    def _take_params(self, now: float, exchange: Exchange) -> None:
+        pieces = exchange.pieces(self.layout)
+        if exchange.refusals or not covers(pieces, self.layout):
+            self.fresh_at = -math.inf
+            return
+        self.versions, self.pieces, self.fresh_at = exchange.versions, pieces, now
 
     def _pushed(self, now: float, exchange: Exchange) -> list[Effect]:
         """Every shard has answered a push: final, torn or refused, never in between."""
         grant, self.grant = self.grant, None
         require(grant is not None, "a push without a grant")
         self.steps += 1
+        self.dry = False
         self.lags = exchange.lags
         took = now - self._step_began_at
         self._step_s = took if not self._step_s else self._step_s + 0.2 * (took - self._step_s)

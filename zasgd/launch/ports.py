@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zasgd.launch import LaunchError
 
+_SHOWN = 120  # characters of a command line; a script given with -c may be long and of many lines
 _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 _RAY_WORKER_PORTS = range(10002, 20000)
 _EPHEMERAL_FROM = 32768  # a waiting client on such a port can be connected to itself (libzmq issue 4588)
@@ -94,4 +95,5 @@ def _command_of(process: Path) -> str:
         words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:
         return "ended"
-    return b" ".join(words).decode(errors="replace") or "unknown"
+    line = " ".join(b" ".join(words).decode(errors="replace").split())
+    return (line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}...") or "unknown"

@@ -7,6 +7,7 @@ role is started comes in as a Roles.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,8 @@ STOP_TIMEOUT_S = 2.5
 KILL_AFTER_S = 0.7
 END_TIMEOUT_S = 10.0
 ASK_TIMEOUT_S = 1.0
+BROKER_ENDS_S = 5.0
+"""A broker that has heard of a lost server ends the run within its GOODBYE_S."""
 
 
 class Roles(Protocol):
@@ -82,6 +85,8 @@ class Supervisor:
         self._essential: dict[int, Child] = {}
         self._others: list[Child] = []
         self._ending: Ending | None = None
+        self._given_up_by = math.inf
+        self._given_up: Child | None = None
 
     # ---- what a watcher may do --------------------------------------------------------------------
 
@@ -113,6 +118,8 @@ class Supervisor:
             child = self._children.add(self._roles.server(number))
             self._essential[child.pid] = child
         self._wait_for_torch()
+        if self._ending is not None:
+            return
         self._others.append(self._children.add(self._roles.evaluator()))
         for _ in range(self._num_workers):
             self.add_worker()
@@ -146,15 +153,26 @@ class Supervisor:
             self._ending = self._broker_ended(self._broker)
             return
         self._reap_workers(client)
-        for pid, child in list(self._essential.items()):
-            if child.exit_code is not None and self._ending is None:
-                del self._essential[pid]
-                self._expel(client, child)
+        self._reap_servers(client)
         for child in [c for c in self._others if c.exit_code is not None]:
             self._others.remove(child)
             self._expel(client, child)
             if child.exit_code:
                 self.watch.say(f"{child.name} ended with {child.ending}; see {child.log}")
+
+    def _reap_servers(self, client: Client | None) -> None:
+        """Without a server there is no run: the broker, told so, ends it, unless it never knew that server."""
+        for pid, child in list(self._essential.items()):
+            if child.exit_code == 2:
+                self._ending = Ending(2, _last_line(child), child.log)
+            elif child.exit_code is not None and client is not None:
+                del self._essential[pid]
+                self._expel(client, child)
+                if child.exit_code and self._given_up is None:
+                    self._given_up, self._given_up_by = child, time.monotonic() + BROKER_ENDS_S
+        if self._given_up is not None and time.monotonic() >= self._given_up_by and self._ending is None:
+            child = self._given_up
+            self._ending = Ending(3, f"{child.name} ended with {child.ending}: {_last_line(child)}", child.log)
 
     def _broker_ended(self, child: Child) -> Ending:
         if child.exit_code == 0:

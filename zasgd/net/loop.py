@@ -7,6 +7,7 @@ timers fire, so a loop that stood still hears the renewals that waited before it
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -15,12 +16,14 @@ import zmq
 
 from zasgd.core import wire
 from zasgd.core.codec import Buffer, WireError
-from zasgd.core.messages import Err
+from zasgd.core.messages import Err, Kind
 from zasgd.core.node import Compute, Dial, Effect, Node, Note, PeerId, Save, Send, Stop
 from zasgd.net.links import Links
 
 MAX_POLL_S = 60.0
 MAX_GARBAGE_ANSWERS_PER_S = 100
+KIND_OFFSET = 3
+"""Where in F0 the kind stands, under every protocol version."""
 
 
 class Loop:
@@ -47,6 +50,8 @@ class Loop:
         self._posted: deque[Callable[[float], list[Effect]]] = deque()
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stop: Stop | None = None
+        self._thread_id = 0
+        self._carrying = False
         self._answer_budget = 0.0
         self._budget_at = clock()
 
@@ -58,6 +63,8 @@ class Loop:
     def post(self, event: Callable[[float], list[Effect]]) -> None:
         """Have `event(now)` run by the loop's thread; safe from any thread and from a signal handler."""
         self._posted.append(event)
+        if self._carrying and threading.get_ident() == self._thread_id:
+            return  # the loop itself, which looks here before it sleeps
         try:
             os.write(self._wake_w, b"x")
         except BlockingIOError:
@@ -67,6 +74,7 @@ class Loop:
 
     def run(self) -> Stop:
         """Until the node stops; closes the links. Exceptions of the node pass through: they are our bugs."""
+        self._thread_id = threading.get_ident()
         poller = zmq.Poller()
         poller.register(self._wake_r, zmq.POLLIN)
         known: set[zmq.Socket[bytes]] = set()
@@ -91,11 +99,11 @@ class Loop:
                 os.read(self._wake_r, 4096)
             else:
                 self._drain(sock)
-        while self._posted and self._stop is None:
-            self._carry_out(self._posted.popleft()(self._clock()))
         now = self._clock()
         if self._stop is None and self.node.next_deadline() <= now:
             self._carry_out(self.node.on_timer(now))
+        while self._posted and self._stop is None:
+            self._carry_out(self._posted.popleft()(self._clock()))
 
     def _drain(self, sock: zmq.Socket[bytes]) -> None:
         for peer, frames in self.links.receive(sock):
@@ -118,6 +126,8 @@ class Loop:
         if self._answer_budget < 1 and self.garbage.total() > MAX_GARBAGE_ANSWERS_PER_S:
             return
         self._answer_budget -= 1
+        if frames and len(frames[0]) == wire.HEADER_BYTES and frames[0][KIND_OFFSET] == Kind.ERR:
+            return  # an ERR is never answered, or two peers could refuse each other for ever
         ids: dict[str, int] = {}
         try:
             header = wire.read_header(frames[0])
@@ -127,6 +137,7 @@ class Loop:
         self.links.send(peer, wire.encode(Err(**ids, code=error.code, text=str(error)[:512])))
 
     def _carry_out(self, effects: list[Effect]) -> None:
+        self._carrying = True
         for effect in effects:
             if isinstance(effect, Send):
                 self.links.send(effect.peer, wire.encode(effect.message))
@@ -141,3 +152,4 @@ class Loop:
                 self._save(effect)
             elif isinstance(effect, Stop):
                 self._stop = effect
+        self._carrying = False

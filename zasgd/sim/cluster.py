@@ -148,6 +148,7 @@ class Cluster:
                 num_shards=plan.num_shards,
                 epochs=plan.epochs,
                 batch_size=plan.batch_size,
+                num_groups=len(plan.groups),
                 shard_config=shard_config.to_json(),
                 lease_s=plan.lease_s,
                 wants_evaluator=plan.evaluator,

@@ -100,18 +100,16 @@ def scattered_kills(
     restart_s: tuple[float, float],
     seed: int,
 ) -> tuple[Kill, ...]:
-    """`count` kills of processes among `names` at uniform times, each restarted after a uniform delay."""
+    """`count` kills among `names` at uniform times, each restarted after a uniform delay; none hits the dead."""
     draw = random.Random(seed)
-    times = sorted(draw.uniform(start_s, stop_s) for _ in range(count))
-    return tuple(
-        Kill(
-            draw.choice(names),
-            at_s=at,
-            restart_after_s=draw.uniform(*restart_s),
-            cuts_line=draw.random() < 0.5,
-        )
-        for at in times
-    )
+    back_at = dict.fromkeys(names, 0.0)
+    kills = []
+    for at in sorted(draw.uniform(start_s, stop_s) for _ in range(count)):
+        name = draw.choice([n for n in names if back_at[n] < at] or list(names))
+        after_s = draw.uniform(*restart_s)
+        back_at[name] = at + after_s
+        kills.append(Kill(name, at_s=at, restart_after_s=after_s, cuts_line=draw.random() < 0.5))
+    return tuple(kills)
 
 
 class Network:

@@ -183,19 +183,19 @@ class Observer:
 class TableSizes:
     """Samples how many entries the tables of all cores hold, so that one that only grows is found.
 
-    Looks at a core every `every` events of its process, at each dict, list, set and deque reachable from it;
-    the entries of all tables under one attribute path count together.
+    Looks at a core once in `every_s` virtual seconds, at each dict, list, set and deque reachable from it; the
+    entries of all tables under one attribute path count together. A deque with a `maxlen` cannot only grow.
     """
 
-    def __init__(self, every: int = 500) -> None:
-        self._every = every
-        self._events: dict[str, int] = defaultdict(int)
+    def __init__(self, every_s: float = 10.0) -> None:
+        self._every_s = every_s
+        self._next_at: dict[str, float] = defaultdict(float)
         self.samples: list[tuple[float, str, dict[str, int]]] = []
 
     def handled(self, at_s: float, name: str, node: Node, message: Message | None, effects: list[Effect]) -> None:
-        """Count events and sample."""
-        self._events[name] += 1
-        if self._events[name] % self._every == 0:
+        """Sample, when it is time."""
+        if at_s >= self._next_at[name]:
+            self._next_at[name] = at_s + self._every_s
             self.samples.append((at_s, name, table_sizes(node)))
 
     def sent(self, at_s: float, name: str, node: Node, message: Message) -> None:
@@ -220,7 +220,7 @@ class TableSizes:
 
 
 def table_sizes(core: object) -> dict[str, int]:
-    """Attribute path -> entries, for every container reachable from `core`."""
+    """Attribute path -> entries, for every container reachable from `core` that can grow."""
     sizes: dict[str, int] = defaultdict(int)
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = [("", core)]
@@ -230,13 +230,17 @@ def table_sizes(core: object) -> dict[str, int]:
             continue
         seen.add(id(value))
         if isinstance(value, dict | list | set | frozenset | tuple | deque):
-            if not isinstance(value, tuple):
+            if not _is_bounded(value):
                 sizes[path] += len(value)
             items = value.values() if isinstance(value, dict) else value
             todo.extend((path + "[]", item) for item in items if _may_hold_tables(item))
         else:
             todo.extend((f"{path}.{n}", v) for n, v in _attributes(value) if _may_hold_tables(v))
     return dict(sizes)
+
+
+def _is_bounded(container: object) -> bool:
+    return isinstance(container, tuple) or (isinstance(container, deque) and container.maxlen is not None)
 
 
 def _may_hold_tables(value: object) -> bool:

@@ -201,9 +201,7 @@ def _tensors_of(module: nn.Module, no_decay_group: bool) -> Iterator[tuple[nn.Mo
     """Every tensor that a run holds, with its owner and attribute; a tied one once, under its first name."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedTensorMixin):
-            raise TypeError(
-                f"parameter {name} has no shape yet: run one batch through the model in its factory"
-            )
+            raise TypeError(f"parameter {name} has no shape yet: run one batch through the model in its factory")
         yield *_owner(module, name), _parameter_spec(name, parameter, no_decay_group)
     for name, buffer in module.named_buffers():
         owner, attribute = _owner(module, name)
@@ -229,9 +227,7 @@ def _buffer_spec(what: str, name: str, buffer: torch.Tensor) -> TensorSpec:
     _require(buffer.dtype in _FLOATS | _COUNTERS, what, name, buffer)
     section = "stats" if buffer.dtype in _FLOATS else "counters"
     if section == "stats" and not torch.isfinite(buffer).all():
-        raise TypeError(
-            f"{what} {name} holds inf or NaN, which a run refuses: register it with persistent=False"
-        )
+        raise TypeError(f"{what} {name} holds inf or NaN, which a run refuses: register it with persistent=False")
     return TensorSpec(name, tuple(buffer.shape), dtype_name(buffer.dtype), section)
 
 
@@ -246,7 +242,5 @@ def _require(accepted: bool, what: str, name: str, tensor: torch.Tensor) -> None
 def _common_device(module: nn.Module) -> torch.device:
     devices = {t.device for t in (*module.parameters(), *module.buffers())}
     if len(devices) > 1:
-        raise TypeError(
-            f"the model is spread over {', '.join(sorted(map(str, devices)))}; a worker has one device"
-        )
+        raise TypeError(f"the model is spread over {', '.join(sorted(map(str, devices)))}; a worker has one device")
     return devices.pop() if devices else torch.device("cpu")

@@ -25,6 +25,10 @@ class MissingExtraError(Exception):
     """A package of the `train` extra is needed here and not installed; the text is one line that says so."""
 
 
+class DeviceError(Exception):
+    """The device asked for cannot be computed on; the text is one line."""
+
+
 class DataError(Exception):
     """The data of a recipe cannot be had; the text is one line that says where it was looked for."""
 
@@ -42,7 +46,7 @@ def train_extra() -> Iterator[None]:
 
 
 def make_trainer(recipe: Recipe, device: str = "cpu") -> Trainer:
-    """What a worker computes with. Raises MissingExtraError, DataError, or RecipeError (factories)."""
+    """What a worker computes with. Raises MissingExtraError, DeviceError, DataError, RecipeError (factories)."""
     with train_extra():
         from zasgd.train.trainer import Trainer
 
@@ -50,7 +54,7 @@ def make_trainer(recipe: Recipe, device: str = "cpu") -> Trainer:
 
 
 def make_evaluator(recipe: Recipe, device: str, run_dir: Path) -> Evaluator:
-    """What the evaluator computes with. Raises MissingExtraError, DataError, or RecipeError (factories)."""
+    """What the evaluator computes with. Raises what make_trainer raises."""
     with train_extra():
         from zasgd.train.evaluate import Evaluator
 

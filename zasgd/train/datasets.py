@@ -6,6 +6,7 @@ can read from disk.
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import importlib.util
 import random
@@ -142,7 +143,7 @@ def _fashion_folder(folder: str, download_to: str) -> Path:
         return DEBIAN_FASHION
     try:
         return _downloaded(Path(download_to).expanduser())
-    except (OSError, RuntimeError) as e:
+    except (ImportError, OSError, RuntimeError) as e:
         raise DataError(
             "Fashion-MNIST is not here: install Debian's package dataset-fashion-mnist, or give the folder "
             "of its four idx files as data.args.folder, or let torchvision download it (that failed: "
@@ -153,7 +154,10 @@ def _fashion_folder(folder: str, download_to: str) -> Path:
 def _downloaded(folder: Path) -> Path:
     from torchvision.datasets import FashionMNIST  # seconds to import, so only here
 
-    FashionMNIST(str(folder), train=True, download=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "fashion-mnist.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of a run all come here at once
+        FashionMNIST(str(folder), train=True, download=True)
     return folder / "FashionMNIST" / "raw"
 
 

@@ -66,9 +66,7 @@ class Evaluator:
     def save(self, epoch: int) -> None:
         """Write the last model without scoring it: of an interrupted run, which has no time."""
         self._flat.adopt()
-        write_model(
-            self.run_dir / LAST, self._flat.module, self._metadata(epoch, False) | {"interrupted": "true"}
-        )
+        write_model(self.run_dir / LAST, self._flat.module, self._metadata(epoch, False) | {"interrupted": "true"})
 
     def reestimated_scores(self, num_samples: int | None = None) -> dict[str, float]:
         """The scores with BatchNorm statistics taken afresh from the first `num_samples` training samples.

@@ -22,9 +22,7 @@ def plain_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     state = module.state_dict()
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(
-                f"{name} of the model's state_dict is a {type(value).__name__}, which cannot be exported"
-            )
+            raise TypeError(f"{name} of the model's state_dict is a {type(value).__name__}, which cannot be exported")
     return {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in state.items()}
 
 

@@ -8,9 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 
-def mlp(
-    inputs: int = 64, hidden: Sequence[int] = (64, 64), outputs: int = 10, dropout: float = 0.0
-) -> nn.Sequential:
+def mlp(inputs: int = 64, hidden: Sequence[int] = (64, 64), outputs: int = 10, dropout: float = 0.0) -> nn.Sequential:
     """ReLU layers: (batch, inputs) float32 to (batch, outputs) scores. 64-64-64-10 has 8,970 parameters."""
     sizes = [inputs, *hidden]
     layers: list[nn.Module] = []

@@ -290,9 +290,7 @@ def _find(source: str, beside: Path) -> Path:
     near = difflib.get_close_matches(source, shipped, 1)
     hint = f"did you mean {near[0]}? " if near else ""
     names = ", ".join(shipped) or "none"
-    raise RecipeError(
-        f"no recipe is named {source!r}; {hint}shipped are {names}; or give the path of a .toml file"
-    )
+    raise RecipeError(f"no recipe is named {source!r}; {hint}shipped are {names}; or give the path of a .toml file")
 
 
 def _layers(path: Path, below: tuple[Path, ...]) -> Iterator[_Layer]:

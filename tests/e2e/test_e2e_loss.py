@@ -1,0 +1,72 @@
+"""A lost shard or broker ends the run in one line; the run folder stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from e2e_counting import events_of, write_recipe
+from e2e_job import Job, Process
+
+
+@pytest.fixture
+def command(job: Job) -> Process:
+    """A run that would go on for hours, in mid-run."""
+    recipe = write_recipe(job.folder, samples=5000, batch=5, epochs=100, min_step_s=0.05, workers=2, servers=2)
+    command = job.train(recipe)
+    job.worker("w0", steps=3)
+    return command
+
+
+def test_a_lost_shard_ends_the_run(job: Job, command: Process) -> None:
+    os.kill(job.status()["shards"][1]["pid"], signal.SIGKILL)
+    assert command.ends() == 3, command
+    assert "shard 1 was lost" in command.error_line()
+    assert "shard 1 was lost" in events_of(job.run_dir, "run_failed")[0]["reason"]
+    _expect_the_folder_and_nothing_else(job, command)
+
+
+def test_a_lost_broker_ends_the_run(job: Job, command: Process) -> None:
+    shards = job.status()["shards"]
+    os.kill(_parent_sibling(command.pid, "broker"), signal.SIGKILL)
+    assert len(shards) == 2
+    assert command.ends() == 3, command
+    assert "broker" in command.error_line()
+    _expect_the_folder_and_nothing_else(job, command)
+
+
+def test_members_by_hand_give_up_a_broker_that_vanished(job: Job) -> None:
+    recipe = write_recipe(job.folder, samples=5000, batch=5, epochs=100, min_step_s=0.05, lease_s=2.0)
+    broker = job.start("broker", recipe, "--servers", "1", "--bind", job.address, "--run-dir", job.run_dir)
+    server = job.start("server", "--broker", job.address, "--broker-timeout", "2")
+    worker = job.start("worker", "--broker", job.address, "--name", "ann", "--broker-timeout", "2")
+    job.worker("ann", steps=3)
+    broker.send(signal.SIGKILL)
+    killed_at = time.monotonic()
+    for member in (worker, server):
+        assert member.ends(15.0) == 3, member
+        assert "has not answered for 2 s" in member.error_line()
+    assert time.monotonic() - killed_at >= 1.5
+    broker.ends()
+
+
+def _parent_sibling(pid: int, role: str) -> int:
+    """The child of `pid` that plays `role`."""
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        children = [int(child) for child in file.read().split()]
+    return next(child for child in children if f"\0{role}\0" in _command_line(child))
+
+
+def _command_line(pid: int) -> str:
+    with open(f"/proc/{pid}/cmdline") as file:
+        return file.read()
+
+
+def _expect_the_folder_and_nothing_else(job: Job, command: Process) -> None:
+    assert f"The run folder is kept: {job.run_dir}" in command.stderr
+    assert command.result()["exit_code"] == 3
+    assert (job.run_dir / "events.jsonl").exists()
+    assert (job.run_dir / "recipe.toml").exists()
+    job.expect_nothing_left()
