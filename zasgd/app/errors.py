@@ -13,7 +13,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     from zasgd.net.client import BrokerError
     from zasgd.net.sockets import AddressError, BindError
     from zasgd.observe.events import EventLogError
-    from zasgd.train import DataError, MissingExtraError
+    from zasgd.train import DataError, DeviceError, MissingExtraError
     from zasgd.train.recipe import RecipeError
 
     if isinstance(error, BrokerError):
@@ -21,6 +21,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, BindError):
         owner = port_owner(error.port) if error.port else None
         return f"{error}{f' by {owner}' if owner else ''}; choose another port", USAGE
-    if isinstance(error, RecipeError | DataError | MissingExtraError | AddressError | LaunchError | EventLogError):
+    usage = (RecipeError, DataError, DeviceError, MissingExtraError, AddressError, LaunchError, EventLogError)
+    if isinstance(error, usage):
         return str(error), USAGE
     return None

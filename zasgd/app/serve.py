@@ -75,7 +75,7 @@ def broker_config(recipe: Recipe, num_servers: int, data_port: int, wants_evalua
 def prepare(run_dir: Path, recipe: Recipe) -> None:
     """Make the folder of a run and put the resolved recipe there."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(run_dir / "recipe.toml", lambda file: file.write(recipe.to_toml().encode()) and None)
+    write_atomically(run_dir / "recipe.toml", lambda file: file.write(recipe.to_toml().encode()))
 
 
 def new_run_dir(recipe: Recipe, role: str = "") -> Path:

@@ -89,9 +89,9 @@ class RunPhase(enum.Enum):
 class BrokerConfig:
     """What the broker must know of a run.
 
-    run: random 32-bit id. recipe: JSON text that workers get. shard_config: JSON text that shards get. num_groups: parameter
-    groups for which it holds hyper-parameters. data_port: where
-    the relay listens. evaluate_every: epochs between evaluations. wants_evaluator: wait for one at the end.
+    run: random 32-bit id. recipe: JSON text that workers get. shard_config: JSON text that shards get. num_groups:
+    parameter groups for which it holds hyper-parameters. data_port: where the relay listens. evaluate_every: epochs
+    between evaluations. wants_evaluator: wait for one at the end.
     """
 
     run: int

@@ -450,8 +450,8 @@ class Shard:
         optimizer.apply(self.params, pieces, snapshot.params, lr, sent)  # type: ignore[union-attr]
         sent.flags.writeable = False
         if push.stats.size:
-            self.stats *= np.float32(STATS_DECAY)
-            self.stats += np.float32(1 - STATS_DECAY) * push.stats
+            # This form leaves a constant buffer alone; decay * old + (1 - decay) * new would drift in float32.
+            self.stats += np.float32(1 - STATS_DECAY) * (push.stats - self.stats)
         if push.counters.size:
             np.maximum(self.counters, push.counters, out=self.counters)
         client.lag = self.version - snapshot.version

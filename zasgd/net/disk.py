@@ -13,7 +13,7 @@ from zasgd.core.exchange import Piece
 from zasgd.core.layout import SECTIONS, Layout
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write beside `path`, flush to disk, rename over it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -187,7 +187,7 @@ class TableSizes:
     entries of all tables under one attribute path count together. A deque with a `maxlen` cannot only grow.
     """
 
-    def __init__(self, every_s: float = 10.0) -> None:
+    def __init__(self, every_s: float = 20.0) -> None:
         self._every_s = every_s
         self._next_at: dict[str, float] = defaultdict(float)
         self.samples: list[tuple[float, str, dict[str, int]]] = []
@@ -229,24 +229,28 @@ def table_sizes(core: object) -> dict[str, int]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, dict | list | set | frozenset | tuple | deque):
-            if not _is_bounded(value):
+        if isinstance(value, _CONTAINERS):
+            if not (isinstance(value, deque) and value.maxlen is not None):
                 sizes[path] += len(value)
             items = value.values() if isinstance(value, dict) else value
-            todo.extend((path + "[]", item) for item in items if _may_hold_tables(item))
+            todo.extend((path + "[]", item) for item in items if _may_hold_tables(type(item)))
         else:
-            todo.extend((f"{path}.{n}", v) for n, v in _attributes(value) if _may_hold_tables(v))
+            todo.extend((f"{path}.{n}", v) for n, v in _attributes(value) if _may_hold_tables(type(v)))
     return dict(sizes)
 
 
-def _is_bounded(container: object) -> bool:
-    return isinstance(container, tuple) or (isinstance(container, deque) and container.maxlen is not None)
+_CONTAINERS = (dict, list, set, deque)
 
 
-def _may_hold_tables(value: object) -> bool:
-    if isinstance(value, dict | list | set | frozenset | tuple | deque):
-        return True
-    return type(value).__module__.startswith("zasgd.") and not isinstance(value, Message)
+_may_hold: dict[type, bool] = {}
+
+
+def _may_hold_tables(kind: type) -> bool:
+    """Containers and objects of ours; not tuples and messages, which never change."""
+    if kind not in _may_hold:
+        ours = kind.__module__.startswith("zasgd.") and not issubclass(kind, (Message, tuple))
+        _may_hold[kind] = ours or issubclass(kind, _CONTAINERS)
+    return _may_hold[kind]
 
 
 def _attributes(value: object) -> list[tuple[str, Any]]:

@@ -43,6 +43,11 @@ class Evaluator:
         self.num_samples: int = len(self._work.train)
         self._best: tuple[float, float] | None = None
 
+    @property
+    def module(self) -> nn.Module:
+        """The model that is scored, in eval mode."""
+        return self._flat.module
+
     def load(self, section: str, start: int, piece: Array) -> None:
         """Take a piece of the parameters or buffers; the next `evaluate` scores all that came."""
         self._flat.load(section, start, piece)

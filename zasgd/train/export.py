@@ -5,13 +5,14 @@ Decides what is in the file and that a reader never sees half of it; never decid
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import nn
+
+from zasgd.net.disk import write_atomically
 
 
 def plain_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -27,15 +28,9 @@ def plain_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def write_model(path: Path, module: nn.Module, metadata: Mapping[str, str]) -> None:
-    """Write the module's state_dict to `path`, by a file beside it that is renamed once it is on disk."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        save_file(plain_state_dict(module), partial, dict(metadata))
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write the module's state_dict to `path`; a reader never finds half of one."""
+    content = save(plain_state_dict(module), dict(metadata))
+    write_atomically(path, lambda file: file.write(content))
 
 
 def read_model(path: Path) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from zasgd.core.worker import Gradient, GradientTask, Worker, WorkerConfig
 from zasgd.net.client import BrokerError, Client
 from zasgd.net.processes import host_name, new_token, run_member
 from zasgd.net.sockets import AddressError
-from zasgd.train import DataError, MissingExtraError, make_evaluator, make_trainer, train_extra
+from zasgd.train import DataError, DeviceError, MissingExtraError, make_evaluator, make_trainer, train_extra
 from zasgd.train.recipe import Recipe, RecipeError
 
 
@@ -108,8 +108,6 @@ def _prepare_torch(options: RoleOptions, recipe: Recipe) -> str:
     share = max(1, (os.cpu_count() or 1) // recipe.run.workers)
     torch.set_num_threads(options.threads or share)
     if options.device != "auto":
-        if options.device.startswith("cuda") and not torch.cuda.is_available():
-            raise RecipeError(f"--device {options.device}: torch sees no GPU on this machine; use --device cpu")
         return options.device
     return f"cuda:{options.slot % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
@@ -126,7 +124,7 @@ def _reported(role: Callable[[], Stop]) -> int:
     except BrokerError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return e.code
-    except (RecipeError, DataError, MissingExtraError, AddressError) as e:
+    except (RecipeError, DataError, DeviceError, MissingExtraError, AddressError) as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2
     print(f"{'error: ' if stop.code else ''}{stop.reason}", file=sys.stderr, flush=True)
