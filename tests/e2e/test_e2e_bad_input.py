@@ -13,7 +13,7 @@ from e2e_counting import write_recipe
 from e2e_job import Job
 
 from zasgd.core import wire
-from zasgd.core.messages import Description
+from zasgd.core.messages import Status
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_no_broker_is_one_line_that_names_the_address(job: Job, role: str) -> No
 
 
 def test_a_broker_of_another_protocol_version_is_one_line(job: Job) -> None:
-    frames = [bytes(frame) for frame in wire.encode(Description(run=1))]
+    frames = [bytes(frame) for frame in wire.encode(Status(run=1, report={}))]
     assert frames[0][2] == 1
     frames[0] = frames[0][:2] + b"\x02" + frames[0][3:]
     with zmq.Context() as ctx, ctx.socket(zmq.ROUTER) as stranger:

@@ -27,6 +27,7 @@ def _just_after_the_start(job: Job) -> None:
 
 def _in_mid_run(job: Job) -> None:
     job.worker("w0", steps=3)
+    job.until(lambda: job.status().get("evaluator"), "the evaluator has joined")
 
 
 @pytest.fixture

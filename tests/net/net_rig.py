@@ -1,4 +1,4 @@
-"""A run over real sockets inside this process: broker, relay and shards in threads, each core checked after every event.
+"""A run over real sockets in this process: broker, relay and shards in threads, each core checked after every event.
 
 And raw peers that say what no client of ours would say. Nobody here sleeps: everything waits for a condition with a
 deadline.
@@ -119,6 +119,7 @@ class Rig:
         self,
         *,
         num_shards: int = 2,
+        num_servers: int | None = None,
         layout: Layout = SMALL,
         num_samples: int = 64,
         batch_size: int = 8,
@@ -148,7 +149,9 @@ class Rig:
         self.relay.start()
         self.loop = loop(Checked(self.broker), self.links, note=self.notes.append, save=self.saved.append)
         self.running = Running(self.loop, "broker")
-        self.shards = [RunningShard(self.ctx, self.address) for _ in range(num_shards)]
+        self.shards = [
+            RunningShard(self.ctx, self.address) for _ in range(num_shards if num_servers is None else num_servers)
+        ]
         self.workers: list[RunningWorker] = []
 
     @property
@@ -326,8 +329,11 @@ def header(kind: int, **changed: Any) -> bytes:
 class Stepper:
     """A worker that does one thing at a time, through the relay or at the shards' own sockets."""
 
-    def __init__(self, rig: Rig, *, direct: bool = False, name: str = "") -> None:
+    def __init__(
+        self, rig: Rig, *, direct: bool = False, name: str = "", initial: np.ndarray[Any, Any] | None = None
+    ) -> None:
         self.rig = rig
+        self.initial = np.zeros(rig.layout.sizes["params"], np.float32) if initial is None else initial
         self.control = RawPeer(rig.address, rig.ctx)
         hello = Hello(role="worker", token=new_token(), name=name, layout=rig.layout, num_samples=rig.num_samples)
         welcome = self._joined(hello)
@@ -367,13 +373,24 @@ class Stepper:
 
         return until(grant, what="the opening of the run")
 
+    def open_with(self, values: Callable[[Any], list[np.ndarray[Any, Any]]]) -> Any:
+        """As `open`, seeding each slice with `values` of it in pieces of at most one frame."""
+        self._values = values
+        return self.open()
+
     def seed(self) -> None:
+        """INIT to every shard, in parts where a slice is long."""
         self.seq += 1
         for k, part in enumerate(self.slices):
-            values = np.zeros(part.size, np.float32)
-            self.exchange(
-                k, Init(**self.ids, shard=k, seq=self.seq, layout_hash=self.rig.layout.hash, params=(values,))
-            )
+            cuts = list(wire.split(self.initial[part.start : part.stop]))
+            parts = [
+                Init(
+                    **self.ids, shard=k, seq=self.seq, part=i, parts=len(cuts), layout_hash=self.rig.layout.hash,
+                    offset=offset, params=pieces,
+                )
+                for i, (offset, pieces) in enumerate(cuts)
+            ]  # fmt: skip
+            self.exchange(k, *parts)
 
     def exchange(self, shard: int, *messages: Message) -> Any:
         """Send messages to a shard; its next answer."""

@@ -23,11 +23,12 @@ def recipes(source: str | None, overrides: list[str], *, json_output: bool) -> N
         return
     table = Table("recipe", "rule", "epochs", "batch", "what it is")
     for name, recipe in found.items():
-        about = _first_comment(shipped_recipes()[name])
-        table.add_row(name, recipe.rule.name, str(recipe.train.epochs), str(recipe.train.batch_size), about)
+        epochs, batch_size = str(recipe.train.epochs), str(recipe.train.batch_size)
+        table.add_row(name, recipe.rule.name, epochs, batch_size, _about(shipped_recipes()[name]))
     Console(highlight=False).print(table)
 
 
-def _first_comment(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return next((line.lstrip("# ").strip() for line in lines if line.startswith("#") and line.strip("# ")), "")
+def _about(path: Path) -> str:
+    """A recipe's first comment after its launch line."""
+    comments = [line.strip("# \n") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    return next((text for text in comments if text and not text.startswith("zasgd ")), "")

@@ -22,6 +22,7 @@ from zasgd.net.sockets import DEFAULT_PORT
 from zasgd.train import roles
 from zasgd.train.recipe import Recipe
 
+INTERRUPTED = 130
 PORTS_BEYOND_SERVERS = 2
 """Control and relay; each server has one more."""
 
@@ -95,13 +96,15 @@ def conclude(recipe: Recipe, run_dir: Path, ending: Ending, *, json_output: bool
         serve.finish(run_dir)
     summary = summarise(recipe, run_dir, serve.ending_of(run_dir) if (run_dir / "events.jsonl").exists() else {})
     err = Console(stderr=True, highlight=False, soft_wrap=True)
-    if ending.code and ending.code != 130:
+    failed = ending.code not in (0, INTERRUPTED)
+    if failed:
         where = f" (log: {ending.log})" if ending.log else ""
         err.print(f"[red]error:[/red] {ending.text}{where}", markup=True)
         err.print(f"The run folder is kept: {run_dir}")
     if json_output:
-        print(serve.as_json({**summary, "exit_code": ending.code}), flush=True)
-    elif summary["updates"]:
+        outcome = {"outcome": "failed", "interrupted": False, "reason": ending.text} if failed else {}
+        print(serve.as_json({**summary, **outcome, "exit_code": ending.code}), flush=True)
+    elif not failed and summary["updates"]:
         Display.print_summary(Console(highlight=False, soft_wrap=True), summary)
     return ending.code
 

@@ -162,6 +162,8 @@ def _check_header(header: Header) -> None:
         raise WireError(f"unknown flags {header.flags & ~allowed:#x}")
     if not 0 <= header.part < header.parts:
         raise WireError(f"part {header.part} of {header.parts}")
+    if max(header.seq, header.version) >= 1 << 63:  # F1 could not repeat them
+        raise WireError("seq and version must be below 2^63", "BAD_FIELD")
 
 
 def _check_buffers(header: Header, buffers: Sequence[Buffer]) -> None:

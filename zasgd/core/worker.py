@@ -405,16 +405,19 @@ class Worker:
             return []
         if self.leaving:
             return self._leave_now(now, self.leaving)
-        effects: list[Effect] = []
-        low = len(self.grants) <= self._ahead() // 2 and self.open and not self.dry
-        if (low or self._num_unconfirmed >= WINDOW // 2) and self.renewals == self.answered:
-            effects += self._renew(now)
+        low = self.open and len(self.grants) <= self._ahead() // 2
+        wants_broker = (low or self._num_unconfirmed >= WINDOW // 2) and self.renewals == self.answered
+        effects = self._next_step(now)
+        return effects + (self._renew(now) if wants_broker else [])
+
+    def _next_step(self, now: float) -> list[Effect]:
         if not self.grants or not self.open or self._num_unconfirmed >= WINDOW:
-            return effects
-        if now < self._step_began_at + self.config.min_step_s:
-            self._timers.set("pace", self._step_began_at + self.config.min_step_s)
-            return effects
-        return effects + (self._pull(now) if self._stale(now) else self._compute(now))
+            return []
+        paced_at = self._step_began_at + self.config.min_step_s
+        if now < paced_at:
+            self._timers.set("pace", paced_at)
+            return []
+        return self._pull(now) if self._stale(now) else self._compute(now)
 
     def _stale(self, now: float) -> bool:
         """The parameters are too old to begin on; waiting for the pace of a run does not count."""

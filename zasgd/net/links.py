@@ -78,7 +78,7 @@ def receive(sock: zmq.Socket[bytes], at_most: int = 64) -> Iterator[tuple[tuple[
                 break
             route.append(part.bytes)
         else:
-            yield (tuple(route[:1]) if sock.socket_type == zmq.ROUTER else ()), []
+            yield (tuple(route[:1]) if sock.type == zmq.ROUTER else ()), []
 
 
 def _content(frame: zmq.Frame) -> Buffer:

@@ -29,8 +29,9 @@ class Link:
 class Kill:
     """`kill -9` of `name`: at `at_s`, after it handled `after_events`, or after it sent `after_sends`.
 
-    Counts run over all lives of the name. After `after_sends` the rest of what it was about to send is lost:
-    so a worker dies between its pushes to two shards. What it already sent still arrives, unless `cuts_line`.
+    Counts run over all lives of the name. After `after_events` none of the last event's effects are carried
+    out; after `after_sends` the rest of what it was about to send is lost: so a worker dies between its pushes
+    to two shards. What it already sent still arrives, unless `cuts_line`.
     It comes back as a new process after `restart_after_s`, or never.
     """
 
