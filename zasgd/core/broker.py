@@ -138,6 +138,7 @@ class Broker:
         self._finish_by = math.inf
         self._saving: Exchange | None = None
         self._events = 0
+        self._noted_samples = 0
         self._timers = Deadlines()
 
     # ---- the node contract ------------------------------------------------------------------------
@@ -732,6 +733,9 @@ class Broker:
         if self.phase is not RunPhase.TRAINING:
             return []
         self._timers.set("progress", now + PROGRESS_EVERY_S)
+        if self._settled() == self._noted_samples:
+            return []  # a run that waits for workers, perhaps for days, fills no log
+        self._noted_samples = self._settled()
         lags = lag_summary(self._lags())
         facts = {
             "epoch": self._ledger.epoch,

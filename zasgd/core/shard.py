@@ -204,7 +204,8 @@ class Shard:
             case Welcome():
                 return self._welcomed(now, msg)
             case Err():
-                return [] if msg.retryable else self._stop(f"the broker refused this server: {msg.text}", 3)
+                code = 3 if self.config else 2
+                return [] if msg.retryable else self._stop(f"the broker refused this server: {msg.text}", code)
             case StopMsg():
                 bye = Send(BROKER, Bye(**self._ids(), reason="stopped"))
                 return [*(self._renew(now) if self.config else []), bye, *self._stop(msg.reason, msg.code)]
