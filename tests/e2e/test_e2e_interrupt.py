@@ -25,11 +25,6 @@ def _just_after_the_start(job: Job) -> None:
     job.until(job.log("worker-0").exists, "the first worker is forked")
 
 
-def _in_mid_run(job: Job) -> None:
-    job.worker("w0", steps=3)
-    job.until(lambda: job.status().get("evaluator"), "the evaluator has joined")
-
-
 @pytest.fixture
 def command(job: Job) -> Process:
     """A run that would go on for hours."""
@@ -45,7 +40,11 @@ def test_ctrl_c_during_the_start_ends_everything(job: Job, command: Process, mom
 
 
 def test_ctrl_c_in_mid_run_writes_the_model_and_a_summary_marked_interrupted(job: Job, command: Process) -> None:
-    _in_mid_run(job)
+    """An impatient second one changes nothing."""
+    job.worker("w0", steps=3)
+    job.until(lambda: job.status().get("evaluator"), "the evaluator has joined")
+    command.press_ctrl_c()
+    job.until(lambda: "interrupted" in command.stderr, "the first one is heard")
     command.press_ctrl_c()
     _expect_the_end(job, command)
     summary = command.result()
@@ -58,16 +57,8 @@ def test_ctrl_c_in_mid_run_writes_the_model_and_a_summary_marked_interrupted(job
     assert (job.run_dir / "metrics.csv").exists()
 
 
-def test_an_impatient_second_ctrl_c_changes_nothing(job: Job, command: Process) -> None:
-    _in_mid_run(job)
-    command.press_ctrl_c()
-    job.until(lambda: "interrupted" in command.stderr, "the first one is heard")
-    command.press_ctrl_c()
-    _expect_the_end(job, command)
-
-
 def test_a_supervisor_killed_with_sigkill_takes_its_processes_along(job: Job, command: Process) -> None:
-    _in_mid_run(job)
+    _just_after_the_start(job)
     command.send(signal.SIGKILL)
     assert command.ends() == -signal.SIGKILL
     job.expect_nothing_left(WITHIN_S)

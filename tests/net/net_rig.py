@@ -20,7 +20,7 @@ import zmq
 from zasgd.core import wire
 from zasgd.core.broker import Broker, BrokerConfig
 from zasgd.core.layout import Layout, TensorSpec
-from zasgd.core.messages import Ack, Err, Hello, Init, Message, Params, Pull, Push, Renew, Welcome
+from zasgd.core.messages import Ack, Bye, Done, Err, Hello, Init, Message, Params, Pull, Push, Renew, Welcome
 from zasgd.core.node import Compute, Computed, Effect, Note, PeerId, Save, Stop
 from zasgd.core.rules import GroupSpec, RuleSpec
 from zasgd.core.schedule import Schedule
@@ -32,7 +32,7 @@ from zasgd.net.loop import Loop
 from zasgd.net.processes import new_run_id, new_token
 from zasgd.net.relay import Relay
 
-DEADLINE_S = 30.0
+DEADLINE_S = 10.0
 SMALL = Layout((TensorSpec("w", (60,)), TensorSpec("b", (4,))))
 """80 elements with padding: 48 on the first of two shards, 32 on the second."""
 F0 = struct.Struct("<2sBBHHIIQQIHHII")
@@ -307,8 +307,13 @@ class RawPeer:
         return self.hear(within_s)
 
     def refused(self, frames: Sequence[Any]) -> str:
-        """The code of the ERR that answers these frames."""
-        self.send(frames)
+        """The code of the ERR that answers these frames; sent again while garbage is over its rate and not answered."""
+
+        def answered() -> bool:
+            self.send(frames)
+            return bool(self.sock.poll(500))
+
+        until(answered, what="an answer")
         answer = self.hear()
         assert isinstance(answer, Err), answer
         return answer.code
@@ -421,6 +426,11 @@ class Stepper:
         assert isinstance(acked, Ack), acked
         assert acked.version == pulled.version + 1
         assert np.array_equal(acked.params[0], pulled.params[0] - 1), "the gradient was not applied once"
+
+    def leave(self) -> None:
+        """BYE, answered, unless this life is over already."""
+        assert isinstance(self.control.ask(Bye(**self.ids)), Done)
+        self.close()
 
     def close(self) -> None:
         for peer in (self.control, self._relay, *self.data.values()):

@@ -170,6 +170,15 @@ def test_a_broker_that_issues_grants_again_before_every_shard_has_answered_is_fo
 # ---- stale acknowledgements --------------------------------------------------------------------------
 
 
+ECHOES = Faults(
+    tampers=(
+        Tamper(Kind.ACK, nth=4, times=2, receiver="worker-0", copies=60, copy_after_s=0.2),
+        Tamper(Kind.PUSH, nth=9, times=2, sender="worker-0", lose=True),
+    )
+)
+"""An acknowledgement keeps coming while a later push of the same worker is lost on its way."""
+
+
 class Gullible(Exchange):
     """Takes any acknowledgement for the one it waits for."""
 
@@ -178,10 +187,10 @@ class Gullible(Exchange):
 
 
 def test_a_worker_that_accepts_stale_acknowledgements_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    tell(PLAN, REPEATS)
+    tell(PLAN, ECHOES)
     monkeypatch.setattr("zasgd.core.worker.Exchange", Gullible)
     with pytest.raises(Violation, match="final without"):
-        tell(PLAN, REPEATS)
+        tell(PLAN, ECHOES)
 
 
 # ---- more that went wrong elsewhere ------------------------------------------------------------------

@@ -405,7 +405,7 @@ class Worker:
             return []
         if self.leaving:
             return self._leave_now(now, self.leaving)
-        low = self.open and len(self.grants) <= self._ahead() // 2
+        low = self.open and not self.dry and len(self.grants) <= self._ahead() // 2
         wants_broker = (low or self._num_unconfirmed >= WINDOW // 2) and self.renewals == self.answered
         effects = self._next_step(now)
         return effects + (self._renew(now) if wants_broker else [])

@@ -395,6 +395,7 @@ class World:
         receiver, life, seen_as = self._addressee(process, send.peer)
         kind = send.message.kind
         self.trace.record(self.now, process.name, "sent", f"{kind.name} {receiver}", b"".join(frames))
+        self.trace.counts[f"sent {kind.name}"] += 1
         if receiver is None:
             self.trace.record(self.now, process.name, "unroutable", kind.name)
             return
