@@ -24,8 +24,8 @@ def test_each_sample_counts_once_per_epoch_whoever_comes_and_goes(job: Job) -> N
     assert job.run("drain", "w4", "--broker", job.address).ends() == 0
     os.kill(job.worker("w5")["pid"], signal.SIGTERM)
 
-    lives = {f"w{slot}": _Lives(job, f"w{slot}") for slot in range(4)}
-    job.until(lambda: all([life.killed_often_enough() for life in lives.values()]), "every worker was killed 3 times")
+    reaper = _Reaper(job, [f"w{slot}" for slot in range(4)])
+    job.until(reaper.is_done, f"each of {reaper.victims} was killed {KILLS} times")
 
     assert command.ends(120.0) == 0, command
     summary = command.result()
@@ -39,16 +39,19 @@ def test_each_sample_counts_once_per_epoch_whoever_comes_and_goes(job: Job) -> N
     job.expect_nothing_left()
 
 
-class _Lives:
-    """Kills a worker under its name, life after life, once each life has pushed."""
+class _Reaper:
+    """Kills workers, life after life, once each life has pushed."""
 
-    def __init__(self, job: Job, name: str) -> None:
-        self._job, self._name = job, name
-        self._killed: set[int] = set()
+    def __init__(self, job: Job, victims: list[str]) -> None:
+        self.victims = victims
+        self._job = job
+        self._killed: dict[str, set[int]] = {name: set() for name in victims}
 
-    def killed_often_enough(self) -> bool:
-        worker = self._job.workers().get(self._name)
-        if len(self._killed) < KILLS and worker and worker["steps"] >= 2 and worker["pid"] not in self._killed:
-            os.kill(worker["pid"], signal.SIGKILL)
-            self._killed.add(worker["pid"])
-        return len(self._killed) == KILLS
+    def is_done(self) -> bool:
+        """Kill whoever is due; whether all have been killed often enough."""
+        for name, worker in self._job.workers().items():
+            killed = self._killed.get(name, set())
+            if name in self.victims and len(killed) < KILLS and worker["steps"] >= 2 and worker["pid"] not in killed:
+                os.kill(worker["pid"], signal.SIGKILL)
+                killed.add(worker["pid"])
+        return all(len(killed) == KILLS for killed in self._killed.values())

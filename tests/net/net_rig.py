@@ -18,11 +18,12 @@ import numpy as np
 import zmq
 
 from zasgd.core import wire
-from zasgd.core.broker import Broker, BrokerConfig
+from zasgd.core.broker import Broker
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.messages import Ack, Bye, Done, Err, Hello, Init, Message, Params, Pull, Push, Renew, Welcome
 from zasgd.core.node import Compute, Computed, Effect, Note, PeerId, Save, Stop
 from zasgd.core.rules import GroupSpec, RuleSpec
+from zasgd.core.run import BrokerConfig
 from zasgd.core.schedule import Schedule
 from zasgd.core.shard import Shard, ShardConfig
 from zasgd.core.worker import Gradient, GradientTask, Worker, WorkerConfig

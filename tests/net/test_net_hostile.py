@@ -678,7 +678,7 @@ def test_the_largest_seq_does_not_end_the_run_when_its_owner_leaves(target: Targ
     pulled = odd.pull(0, seq=largest - 1)
     assert isinstance(odd.exchange(0, odd.push(0, seq=largest, version=pulled.version)), Ack)
     assert isinstance(odd.control.ask(Bye(**odd.ids)), Done)
-    until(lambda: odd.ids["incarnation"] not in target.rig.broker.members.members, what="the fence")
+    until(lambda: odd.ids["incarnation"] not in target.rig.broker.run.members.members, what="the fence")
     odd.close()
 
 
@@ -691,7 +691,7 @@ def test_many_grants_in_many_pushes_do_not_end_the_run_when_their_owner_leaves(t
         answer = odd.exchange(0, odd.push(0, version=version, grants=grants, num_samples=1024))
         version = answer.version if isinstance(answer, Ack) else version
     assert isinstance(odd.control.ask(Bye(**odd.ids)), Done)
-    until(lambda: odd.ids["incarnation"] not in target.rig.broker.members.members, what="the fence")
+    until(lambda: odd.ids["incarnation"] not in target.rig.broker.run.members.members, what="the fence")
     odd.close()
 
 

@@ -132,7 +132,7 @@ class LosesReturns(Broker):
     """Settles a dead worker's grants but forgets to put the unapplied ones back."""
 
     def _settle_fenced(self, member: Any) -> None:
-        ledger = self.ledger
+        ledger = self.run.books
         if ledger is not None:
             for grant in ledger.held_by(member.incarnation):
                 ledger._release(member.incarnation, grant)
@@ -151,7 +151,7 @@ class Impatient(Broker):
     """Takes the first answer to a FENCE for all of them."""
 
     def _fenced(self, now: float, peer: PeerId, msg: Fenced) -> list[Effect]:
-        member = self.members.get(msg.incarnation)
+        member = self.run.members.get(msg.incarnation)
         if member is not None and msg.shard in member.waiting_for:
             member.waiting_for = {msg.shard}
         return super()._fenced(now, peer, msg)

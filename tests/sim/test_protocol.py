@@ -12,10 +12,10 @@ import pytest
 
 from tests.sim.test_world import Toy, digest_in_a_new_process
 from zasgd.core import wire
-from zasgd.core.broker import RunPhase
 from zasgd.core.messages import Drain, Expel, Kind, Message, StopMsg
 from zasgd.core.node import BROKER, Effect, PeerId, Send, Stop
 from zasgd.core.rules import GroupSpec, RuleSpec
+from zasgd.core.run import RunPhase
 from zasgd.core.wire import split
 from zasgd.sim.cluster import Cluster, Plan, small_layout
 from zasgd.sim.faults import Faults, Kill, Pause, Tamper, scattered_kills
@@ -37,8 +37,8 @@ def finished(cluster: Cluster, until_s: float = 1000.0) -> Tallies:
     """Run to the end; everybody who lives has ended by itself, and the books are right."""
     cluster.run(until_s)
     states = {name: p.state.value for name, p in cluster.world.processes.items()}
-    assert cluster.over, f"{states} at {cluster.world.now:.0f} s, {cluster.broker.phase}"
-    assert cluster.broker.outcome == "completed", cluster.world.noted("run_failed")
+    assert cluster.over, f"{states} at {cluster.world.now:.0f} s, {cluster.broker.run.phase}"
+    assert cluster.broker.run.outcome == "completed", cluster.world.noted("run_failed")
     return cluster.settle()
 
 
@@ -127,11 +127,11 @@ def test_an_hour_of_storm_with_sixty_deaths_keeps_every_invariant_in_under_a_min
     began = time.process_time()
     cluster = hour(seed=1)
     assert time.process_time() - began < 60
-    assert cluster.broker.phase is RunPhase.TRAINING
+    assert cluster.broker.run.phase is RunPhase.TRAINING
     assert cluster.world.trace.counts["killed"] == 60
     assert min(record.version for record in cluster.observer.shards.values()) > 10_000
     seen = cluster.observer.tallies(cluster.plan.grid)
-    ledger = cluster.broker.ledger
+    ledger = cluster.broker.run.books
     assert ledger is not None
     assert ledger.skipped == 0
     assert 0 <= seen.once - ledger.once <= 8 * 8 * 64, "the ledger lags by what is not yet reported"
@@ -205,7 +205,7 @@ def test_a_worker_stopped_beyond_its_lease_loses_its_batches_and_joins_anew() ->
     [fenced] = events(cluster, "fenced")
     assert fenced["incarnation"] == lost["incarnation"]
     assert cluster.world.node("worker-0").num_lives == 2
-    assert cluster.broker.ledger is not None and cluster.broker.ledger.reissued > 0
+    assert cluster.broker.run.books is not None and cluster.broker.run.books.reissued > 0
 
 
 def test_a_pause_shorter_than_the_lease_costs_nothing() -> None:
@@ -311,7 +311,7 @@ def test_a_lost_evaluator_stops_nobody() -> None:
 def test_a_lost_shard_ends_the_run_with_code_3_everywhere() -> None:
     cluster = Cluster(SMALL, seed=15, faults=Faults(kills=(Kill("shard-1", at_s=10.0),)))
     cluster.run(200.0)
-    assert cluster.over and cluster.broker.outcome == "failed"
+    assert cluster.over and cluster.broker.run.outcome == "failed"
     codes = {n: p.stop.code for n, p in cluster.world.processes.items() if p.stop is not None}
     assert codes == dict.fromkeys(["broker", "shard-0", *workers(3)], 3)
     assert "shard" in events(cluster, "run_failed")[0]["reason"]
@@ -322,7 +322,7 @@ def test_a_run_that_is_stopped_ends_everybody_within_seconds(interrupted: bool, 
     cluster = Cluster(replace(SMALL, evaluator=True), seed=16)
     visit(cluster, 10.0, StopMsg(interrupted=interrupted, reason="asked"))
     cluster.run(200.0)
-    assert cluster.over and cluster.broker.outcome == outcome
+    assert cluster.over and cluster.broker.run.outcome == outcome
     assert cluster.world.now < 15.0
     seen = cluster.observer.tallies(cluster.plan.grid)
     assert 0 < seen.once < 768
@@ -341,7 +341,7 @@ def test_an_order_to_admit_that_comes_long_after_the_end_of_a_life_admits_nobody
     pause = Pause("worker-0", 5.3, 20.0)
     cluster = Cluster(SMALL, seed=18, faults=Faults(tampers=(late,), pauses=(pause,)))
     cluster.run(30.0)
-    living = {m.incarnation for m in cluster.broker.members.of("worker")}
+    living = {m.incarnation for m in cluster.broker.run.members.of("worker")}
     for k in range(2):
         assert set(cluster.shard(k).clients) <= living
     assert finished(cluster) == ALL
@@ -353,7 +353,7 @@ def test_nothing_is_lost_or_kept_when_a_hundred_short_lives_come_and_go() -> Non
     tallies = finished(cluster, 3000.0)
     assert tallies.once + tallies.torn == 60 * 128
     assert cluster.world.trace.counts["killed"] > 90
-    assert len(cluster.broker.members.members) <= 1
+    assert len(cluster.broker.run.members.members) <= 1
     assert all(len(cluster.shard(k).fenced) <= 8 for k in range(2))
 
 

@@ -18,11 +18,11 @@ from rich.table import Table
 
 from zasgd.app.serve import as_json
 from zasgd.core import wire
-from zasgd.core.broker import BrokerConfig
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.messages import Grant, Push
 from zasgd.core.node import Compute, Computed
 from zasgd.core.rules import GroupSpec, RuleSpec
+from zasgd.core.run import BrokerConfig
 from zasgd.core.schedule import Schedule
 from zasgd.core.shard import ShardConfig
 from zasgd.core.worker import Gradient, Worker, WorkerConfig

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zasgd.core.broker import Broker, BrokerConfig
+from zasgd.core.broker import Broker
 from zasgd.core.node import Note, Save, Stop
+from zasgd.core.run import BrokerConfig
 from zasgd.core.shard import ShardConfig
 from zasgd.net.disk import write_atomically, write_params
 from zasgd.net.processes import new_run_id, run_broker

@@ -156,6 +156,10 @@ class Deadlines:
         """Disarm the timer `name`; not an error when it is not armed."""
         self._at.pop(name, None)
 
+    def clear_all(self) -> None:
+        """Disarm every timer."""
+        self._at.clear()
+
     def __contains__(self, name: Hashable) -> bool:
         return name in self._at
 

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 import zmq
 
-from zasgd.core.broker import Broker, BrokerConfig
+from zasgd.core.broker import Broker
 from zasgd.core.node import Computed, Effect, Node, Note, Save, Stop
+from zasgd.core.run import BrokerConfig
 from zasgd.core.shard import Shard
 from zasgd.core.worker import Failed
 from zasgd.net import sockets

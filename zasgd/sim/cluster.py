@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zasgd.core.broker import Broker, BrokerConfig
+from zasgd.core.broker import Broker
 from zasgd.core.evaluator import Evaluator
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.ledger import num_batches
 from zasgd.core.messages import Array, Grant
 from zasgd.core.rules import GroupSpec, RuleSpec
+from zasgd.core.run import BrokerConfig
 from zasgd.core.schedule import Schedule
 from zasgd.core.shard import Shard, ShardConfig
 from zasgd.core.worker import Worker, WorkerConfig
@@ -182,7 +183,7 @@ class Cluster:
 
     def settle(self) -> Tallies:
         """Check the whole run's books; raises InvariantError."""
-        ledger = self.broker.ledger
+        ledger = self.broker.run.books
         if ledger is None:
             return Tallies(0, 0, 0)
         return self.observer.settle(ledger, self.plan.grid)
