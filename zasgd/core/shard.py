@@ -440,7 +440,7 @@ class Shard:
         return staged
 
     def _finite(self, pieces: list[tuple[int, Array]], push: Push) -> bool:
-        return all(all_finite(piece) for _, piece in pieces) and all_finite(push.stats)
+        return all(all_finite(piece) for _, piece in pieces) and (not push.stats.size or all_finite(push.stats))
 
     def _apply(self, client: Client, push: Push, pieces: list[tuple[int, Array]], snapshot: Snapshot) -> Snapshot:
         """Mark, apply and count as one call; the returned snapshot is what the worker gets and computes on next."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from zasgd.core import codec
 from zasgd.core.codec import Buffer, WireError
 from zasgd.core.layout import Layout
@@ -115,7 +117,7 @@ def _content(msg: Message) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, default in _SCHEMAS[msg.kind].defaults.items():
         value = getattr(msg, name)
-        if value is not default:
+        if value is not default and not (type(value) is np.ndarray and not value.size):
             content[name] = value.to_plain() if type(value) is Layout else value
     return content
 
@@ -135,7 +137,10 @@ def read_header(frame: Buffer) -> Header:
         raise WireError(f"the peer speaks protocol {frame[2]}, not {PROTOCOL_VERSION}", "WRONG_PROTOCOL")
     if len(frame) != HEADER_BYTES:
         raise WireError(f"F0 has {len(frame)} bytes, not {HEADER_BYTES}")
-    return Header._make(_F0.unpack(frame))
+    header = Header._make(_F0.unpack(frame))
+    if max(header.seq, header.version) >= 1 << 63:  # F1 could not repeat them
+        raise WireError("seq and version must be below 2^63", "BAD_FIELD")
+    return header
 
 
 def decode(frames: Sequence[Buffer]) -> Message:
@@ -162,8 +167,6 @@ def _check_header(header: Header) -> None:
         raise WireError(f"unknown flags {header.flags & ~allowed:#x}")
     if not 0 <= header.part < header.parts:
         raise WireError(f"part {header.part} of {header.parts}")
-    if max(header.seq, header.version) >= 1 << 63:  # F1 could not repeat them
-        raise WireError("seq and version must be below 2^63", "BAD_FIELD")
 
 
 def _check_buffers(header: Header, buffers: Sequence[Buffer]) -> None:

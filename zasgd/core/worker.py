@@ -46,6 +46,7 @@ from zasgd.core.node import (
     Deadlines,
     Dial,
     Effect,
+    InvariantError,
     Note,
     PeerId,
     Send,
@@ -591,7 +592,8 @@ class Worker:
     # ---- small things -----------------------------------------------------------------------------
 
     def _enter(self, phase: Phase) -> None:
-        require(phase in PHASES[self.phase], f"no way from {self.phase} to {phase}")
+        if phase not in PHASES[self.phase]:
+            raise InvariantError(f"no way from {self.phase} to {phase}")
         self.phase = phase
 
     def _life_token(self) -> bytes:
