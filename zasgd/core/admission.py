@@ -6,7 +6,7 @@ will serve it. Never ends a life: the broker does.
 
 from __future__ import annotations
 
-from zasgd.core.codec import MAX_FRAME_BYTES
+from zasgd.core import codec
 from zasgd.core.layout import SECTIONS, Layout, TensorSpec
 from zasgd.core.membership import Event, Member, State
 from zasgd.core.messages import Admit, Admitted, Hello, Renew, Welcome
@@ -16,6 +16,10 @@ from zasgd.core.run import Run, RunPhase, who
 SERVER_START_S = 120.0
 """A server may take this long between WELCOME and its first renewal: it compiles its kernel."""
 RETRY_MS = 500
+MAX_SAMPLES = 1 << 40
+MAX_TOKEN_BYTES = 64
+MAX_TEXT = 200
+"""Characters of a name, host or endpoint: they come back in answers, which have a size."""
 
 
 class Admission:
@@ -28,7 +32,11 @@ class Admission:
     # ---- newcomers --------------------------------------------------------------------------------
 
     def known(self, peer: PeerId, msg: Hello) -> list[Effect] | None:
-        """The answer to a HELLO that was heard before, None for a new one."""
+        """The answer to a HELLO that was heard before, None for a new one; raises Refusal for one out of bounds."""
+        if not 0 < len(msg.token) <= MAX_TOKEN_BYTES:
+            raise Refusal("BAD_FIELD", f"a token has 1 to {MAX_TOKEN_BYTES} bytes, not {len(msg.token)}")
+        if max(len(msg.name), len(msg.host), len(msg.endpoint)) > MAX_TEXT:
+            raise Refusal("BAD_FIELD", f"name, host and endpoint have at most {MAX_TEXT} characters")
         member = self.run.members.by_token(msg.token)
         if member is None or member.state is State.FENCING:
             return None
@@ -152,12 +160,18 @@ class Admission:
         config = self.run.config
         if not num_samples or not layout.num_parameters:
             raise Refusal("NO_LAYOUT", "a run needs at least one sample and one parameter")
+        if num_samples > MAX_SAMPLES:
+            raise Refusal("BAD_FIELD", f"a run has at most {MAX_SAMPLES} samples, not {num_samples}")
+        num_bytes = len(codec.pack(layout.to_plain())[0])
+        if num_bytes > codec.MAX_LONG_BODY_BYTES - codec.MAX_BODY_BYTES:  # WELCOME carries more than the layout
+            raise Refusal("BAD_LAYOUT", f"the layout takes {num_bytes} bytes: use shorter names or fewer tensors")
         if max(t.group for t in layout.tensors) >= config.num_groups:
             raise Refusal("BAD_LAYOUT", f"this run has hyper-parameters for {config.num_groups} parameter groups")
         for section in ("stats", "counters"):
             num_bytes = max(s.size for s in layout.slices(section, config.num_shards)) * SECTIONS[section]
-            if num_bytes > MAX_FRAME_BYTES:
-                text = f"the buffers ({section}) take {num_bytes} bytes per shard, one frame holds {MAX_FRAME_BYTES}"
+            if num_bytes > codec.MAX_FRAME_BYTES:
+                at_most = codec.MAX_FRAME_BYTES
+                text = f"the buffers ({section}) take {num_bytes} bytes per shard, one frame holds {at_most}"
                 raise Refusal("BAD_LAYOUT", f"{text}: use more servers")
 
     # ---- seeding ----------------------------------------------------------------------------------

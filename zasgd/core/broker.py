@@ -66,6 +66,8 @@ class Broker:
     def on_message(self, now: float, peer: PeerId, msg: Message) -> list[Effect]:
         """Serve one message; whatever is wrong with it is answered with ERR and changes nothing."""
         self._events += 1
+        if isinstance(msg, Err):
+            return []  # an ERR is never answered, or two peers could refuse each other for ever
         serve = _SERVED.get(type(msg))
         try:
             if serve is None:
@@ -256,7 +258,8 @@ class Broker:
         del member.issued[: msg.got - member.issued_base]
         member.issued_base = msg.got
         if run.phase is RunPhase.TRAINING and not member.drain:
-            room = MAX_GRANTS_OUT - len(run.ledger.held_by(member.incarnation))
+            # Settled without having been received they would pile up in `issued`, beyond what an answer can hold.
+            room = MAX_GRANTS_OUT - max(len(run.ledger.held_by(member.incarnation)), len(member.issued))
             wanted = min(msg.upto - member.num_issued, room)
             member.issued += run.ledger.take(member.incarnation, max(0, wanted))
         return GrantMsg(
@@ -412,7 +415,6 @@ _SERVED: dict[type[Message], Callable[[Broker, float, PeerId, Any], list[Effect]
     Fenced: Broker._fenced,
     Result: Broker._result,
     Params: Broker._observed,
-    Err: lambda broker, now, peer, msg: [],
 }
 _TIMERS: dict[str, Callable[[Broker, float], list[Effect]]] = {
     "repeat": Broker._on_repeat_timer,

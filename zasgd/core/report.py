@@ -42,8 +42,8 @@ def _worker(run: Run, member: Member, now: float) -> dict[str, Any]:
         "id": member.number,
         "state": "draining" if member.drain and live else state,
         "steps": member.steps,
-        "lag": int(member.facts.get("lag", 0)),
-        "samples_per_s": round(rate.value, 2) if rate else 0.0,
+        "lag": _whole(member.facts.get("lag", 0)),
+        "samples_per_s": _plain(round(rate.value, 2)) if rate else 0.0,
         "lease_s": round(member.lease_until - now, 2),
     }
 
@@ -55,10 +55,7 @@ def _shard(member: Member) -> dict[str, Any]:
         "pid": member.pid,
         "host": member.host,
         "state": member.phase or member.state.value,
-        "version": int(facts.get("version", 0)),
-        "samples": int(facts.get("samples", 0)),
-        "bytes": int(facts.get("bytes", 0)),
-        "resident_bytes": int(facts.get("resident_bytes", 0)),
+        **{name: _whole(facts.get(name, 0)) for name in ("version", "samples", "bytes", "resident_bytes")},
         "lag": lag_summary(facts.get("lags", Counter())),
     }
 
@@ -97,4 +94,9 @@ def summary(run: Run, now: float) -> dict[str, Any]:
 
 
 def _plain(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 6)
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def _whole(value: float) -> int:
+    """A count that a peer reported, as one that every answer can hold."""
+    return int(min(max(value, 0), 1 << 62))

@@ -34,8 +34,8 @@ _F0 = struct.Struct("<2sBBHHIIQQIHHII")
 HEADER_BYTES = _F0.size
 _KNOWN_FLAGS = COMMIT | ABORT | INLINE
 
-_LONG_BODIED = frozenset((Kind.HELLO, Kind.WELCOME, Kind.ADMIT, Kind.STATUS))
-"""Kinds that carry a layout or a report: a model of 1,000 tensors does not fit into 64 KiB."""
+_LONG_BODIED = frozenset((Kind.HELLO, Kind.WELCOME, Kind.ADMIT, Kind.STATUS, Kind.FENCED))
+"""Kinds that carry a layout, a report or the grants of 64 pushes: a model of 1,000 tensors does not fit into 64 KiB."""
 _WITH_ARRAYS = frozenset((Kind.INIT, Kind.PARAMS, Kind.PUSH, Kind.ACK))
 
 

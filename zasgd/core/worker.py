@@ -54,6 +54,7 @@ from zasgd.core.node import (
     require,
     shard_peer,
 )  # fmt: skip
+from zasgd.core.reports import Reports
 from zasgd.core.snapshot import WINDOW
 
 HELLO_EVERY_S = 0.5
@@ -202,7 +203,7 @@ class Worker:
         self.renewals = 0
         self.answered = 0
         self._step_began_at = -math.inf
-        self._unreported: list[tuple[int, Applied | Refused, str]] = []
+        self.reports = Reports()
         self._timers = Deadlines()
         self._timers.set("hello", now)
 
@@ -236,7 +237,7 @@ class Worker:
         if done.result.finite:
             return self._push(now, self.grant, done.result)
         grant, self.grant = self.grant, None
-        self._report(Refused(grant, "nonfinite"), "refused")
+        self.reports.add("refused", Refused(grant, "nonfinite"))
         self.dry = False
         self._enter(Phase.IDLE)
         return [Note("gradient_refused", {**grant._asdict(), "reason": "nonfinite"}), *self._advance(now)]
@@ -282,10 +283,7 @@ class Worker:
         require((self.exchange is not None) == busy, f"an exchange in phase {self.phase}")
         require((self.task is not None) == (self.phase is Phase.COMPUTING), f"a task in phase {self.phase}")
         require((self.grant is not None) == (self.phase in (Phase.COMPUTING, Phase.PUSHING)), "grant in hand")
-        require(
-            sum(1 for _, _, how in self._unreported if how != "refused") <= WINDOW,
-            "too many unconfirmed pushes",
-        )
+        require(self.reports.num_pushes <= WINDOW, "too many unconfirmed pushes")
         require(len(self.grants) <= 64, "grants are hoarded")
 
     # ---- the broker -------------------------------------------------------------------------------
@@ -304,7 +302,7 @@ class Worker:
         self._heard(now)
         match msg:
             case StopMsg():
-                bye: list[Effect] = [Send(BROKER, Bye(**self._ids(), reason="stopped", **self._reports()))]
+                bye: list[Effect] = [Send(BROKER, Bye(**self._ids(), reason="stopped", **self._carried()))]
                 return bye + self._stop(msg.reason, msg.code)
             case Done() if self.phase is Phase.LEAVING:
                 return self._stop(self.leaving, self.exit_code)
@@ -333,7 +331,7 @@ class Worker:
         if msg.seq <= self.answered:
             return []
         self.answered = msg.seq
-        self._unreported = [entry for entry in self._unreported if entry[0] == 0 or entry[0] > msg.seq]
+        self.reports.answered(msg.seq)
         fresh = msg.grants[max(0, self.got - msg.base) :]
         if msg.base <= self.got and fresh:
             self.grants.extend(fresh)
@@ -364,12 +362,10 @@ class Worker:
         self.renewals += 1
         waiting = self.phase is Phase.IDLE and not self.grants
         self._timers.set("renew", now + min(self.lease_s / 4, IDLE_RENEW_S if waiting else math.inf))
-        return [Send(BROKER, Renew(**self._ids(), seq=self.renewals, **self._reports(), **self._progress()))]
+        return [Send(BROKER, Renew(**self._ids(), seq=self.renewals, **self._carried(), **self._progress()))]
 
-    def _reports(self) -> dict[str, Any]:
-        """What the broker has not confirmed yet; entries sent for the first time get this renewal's number."""
-        self._unreported = [(number or self.renewals, what, how) for number, what, how in self._unreported]
-        return {how: tuple(what for _, what, h in self._unreported if h == how) for how in ("final", "torn", "refused")}
+    def _carried(self) -> dict[str, Any]:
+        return self.reports.carry(self.renewals)
 
     def _progress(self) -> dict[str, Any]:
         return {
@@ -391,13 +387,6 @@ class Worker:
             return 2
         return max(2, min(16, math.ceil(GRANTS_AHEAD_S / max(self._step_s, 1e-3))))
 
-    def _report(self, what: Applied | Refused, how: str) -> None:
-        self._unreported.append((0, what, how))
-
-    @property
-    def _num_unconfirmed(self) -> int:
-        return sum(1 for _, _, how in self._unreported if how != "refused")
-
     # ---- steps ------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Effect]:
@@ -407,12 +396,12 @@ class Worker:
         if self.leaving:
             return self._leave_now(now, self.leaving)
         low = self.open and not self.dry and len(self.grants) <= self._ahead() // 2
-        wants_broker = (low or self._num_unconfirmed >= WINDOW // 2) and self.renewals == self.answered
+        wants_broker = (low or self.reports.num_pushes >= WINDOW // 2) and self.renewals == self.answered
         effects = self._next_step(now)
         return effects + (self._renew(now) if wants_broker else [])
 
     def _next_step(self, now: float) -> list[Effect]:
-        if not self.grants or not self.open or self._num_unconfirmed >= WINDOW:
+        if not self.grants or not self.open or self.reports.num_pushes >= WINDOW:
             return []
         paced_at = self._step_began_at + self.config.min_step_s
         if now < paced_at:
@@ -531,12 +520,12 @@ class Worker:
         self._step_s = took if not self._step_s else self._step_s + 0.2 * (took - self._step_s)
         refusals = exchange.refusals
         if not refusals:
-            self._report(Applied(exchange.seq, (grant,)), "final")  # type: ignore[arg-type]
+            self.reports.add("final", Applied(exchange.seq, (grant,)))  # type: ignore[arg-type]
             return []
         if len(refusals) == self.num_shards:
-            self._report(Refused(grant, next(iter(refusals.values()))), "refused")  # type: ignore[arg-type]
+            self.reports.add("refused", Refused(grant, next(iter(refusals.values()))))  # type: ignore[arg-type]
         else:
-            self._report(Applied(exchange.seq, (grant,)), "torn")  # type: ignore[arg-type]
+            self.reports.add("torn", Applied(exchange.seq, (grant,)))  # type: ignore[arg-type]
         return [Note("push_refused", {"seq": exchange.seq, "shards": {str(k): c for k, c in refusals.items()}})]
 
     # ---- the end ----------------------------------------------------------------------------------
@@ -552,7 +541,7 @@ class Worker:
 
     def _bye(self, now: float) -> list[Effect]:
         self._timers.set("bye", now + BYE_EVERY_S)
-        return [Send(BROKER, Bye(**self._ids(), reason=self.leaving[:200], **self._reports()))]
+        return [Send(BROKER, Bye(**self._ids(), reason=self.leaving[:200], **self._carried()))]
 
     def _stop(self, reason: str, code: int) -> list[Effect]:
         self.phase = Phase.STOPPED

@@ -172,7 +172,9 @@ class Supervisor:
                     self._given_up, self._given_up_by = child, time.monotonic() + BROKER_ENDS_S
         if self._given_up is not None and time.monotonic() >= self._given_up_by and self._ending is None:
             child = self._given_up
-            self._ending = Ending(3, f"{child.name} ended with {child.ending}: {_last_line(child)}", child.log)
+            last = _last_line(child)
+            why = "" if last == child.ending else f": {last}"
+            self._ending = Ending(3, f"{child.name} ended with {child.ending}{why}", child.log)
 
     def _broker_ended(self, child: Child) -> Ending:
         if child.exit_code == 0:

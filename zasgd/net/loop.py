@@ -126,7 +126,7 @@ class Loop:
         if self._answer_budget < 1 and self.garbage.total() > MAX_GARBAGE_ANSWERS_PER_S:
             return
         self._answer_budget -= 1
-        if frames and len(frames[0]) == wire.HEADER_BYTES and frames[0][KIND_OFFSET] == Kind.ERR:
+        if frames and frames[0][: KIND_OFFSET + 1].endswith(bytes([Kind.ERR])) and len(frames[0]) > KIND_OFFSET:
             return  # an ERR is never answered, or two peers could refuse each other for ever
         ids: dict[str, int] = {}
         try:
