@@ -269,6 +269,24 @@ def test_a_bad_push_is_refused_and_changes_nothing(code: str, fields: dict[str, 
     assert isinstance(bench.push(4, version=0), Ack), "the next push is served"
 
 
+def test_a_late_part_of_an_older_push_does_not_disturb_the_one_that_is_staged() -> None:
+    bench = Bench()
+    bench.ask(Pull, 2)
+    half = {"grads": (np.ones(SIZE // 2, np.float32),), "commit": False}
+    bench.ask(Push, 4, version=0, **{**a_push(1.0, 4), **half})
+    assert bench.one(Push, 3, version=0, **{**a_push(1.0, 3), **half}).code == "OLD_SEQ"
+    rest = {"grads": (np.ones(SIZE - SIZE // 2, np.float32),), "offset": SIZE // 2}
+    assert isinstance(bench.one(Push, 4, version=0, **{**a_push(1.0, 4), **rest}), Ack)
+
+
+def test_what_was_refused_for_good_is_never_applied_by_a_late_copy() -> None:
+    bench = Bench()
+    bench.ask(Pull, 2)
+    assert bench.push(3, version=7).code == "NO_SNAPSHOT"
+    assert bench.push(3, version=0).code == "OLD_SEQ"
+    assert bench.shard.version == 0
+
+
 def test_a_window_of_staged_bytes_is_the_most_a_worker_can_make_it_hold() -> None:
     bench = Bench(replace(CONFIG, window_bytes=1))
     bench.ask(Pull, 2)

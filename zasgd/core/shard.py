@@ -362,9 +362,7 @@ class Shard:
     def _probe(self, now: float, peer: PeerId, client: Client, msg: Message) -> list[Effect]:
         raise Refusal("UNKNOWN_SEQ", f"push {msg.seq} is not here", retry_after_ms=0)
 
-    def _init(self, now: float, peer: PeerId, client: Client, msg: Message) -> list[Effect]:
-        require(isinstance(msg, Init), "INIT expected")
-        init: Init = msg  # type: ignore[assignment]
+    def _init(self, now: float, peer: PeerId, client: Client, init: Init) -> list[Effect]:
         self._check_layout(init.layout_hash)
         if self.seeded_by:
             raise Refusal("ALREADY_SEEDED", f"incarnation {self.seeded_by} seeded this shard")
@@ -383,9 +381,18 @@ class Shard:
         client.record(init.seq, Outcome(push=True, version=0))
         return [Send(peer, Ack(**self._ids(init), seq=init.seq)), *self._renew(now)]
 
-    def _push(self, now: float, peer: PeerId, client: Client, msg: Message) -> list[Effect]:
-        require(isinstance(msg, Push), "PUSH expected")
-        push: Push = msg  # type: ignore[assignment]
+    def _push(self, now: float, peer: PeerId, client: Client, push: Push) -> list[Effect]:
+        try:
+            return self._staged_push(peer, client, push)
+        except Refusal as refusal:
+            if refusal.retry_after_ms is None:
+                # The worker goes on without it: no late copy of this seq may be applied after all.
+                client.window.mark(push.seq)
+                if client.staged is not None and client.staged.seq == push.seq:
+                    client.staged = None
+            raise
+
+    def _staged_push(self, peer: PeerId, client: Client, push: Push) -> list[Effect]:
         if client.staged is not None and push.seq < client.staged.seq:
             raise Refusal("OLD_SEQ", f"push {push.seq} was given up for {client.staged.seq}")
         if push.abort:
@@ -469,7 +476,7 @@ class Shard:
         """Answer a known seq with the stored result; today's parameters would not be what was sent then."""
         outcome = client.outcomes.get(msg.seq)
         if outcome is None:
-            raise Refusal("OLD_SEQ", f"the result of seq {msg.seq} is no longer kept")
+            raise Refusal("OLD_SEQ", f"seq {msg.seq} was refused, or its result is no longer kept")
         snapshot = client.snapshots.get(outcome.version)
         cls = Ack if outcome.push else Params
         if snapshot is None or isinstance(msg, Init):

@@ -196,6 +196,7 @@ class Worker:
         self.grants: deque[Grant] = deque()
         self.got = 0
         self.open = False
+        self.has_seeded = False
         self.dry = False
         self.seq = 0
         self.steps = 0
@@ -341,7 +342,7 @@ class Worker:
             self.open = True
         if msg.drain and not self.leaving:
             return self.leave(now, "drained")
-        if msg.seed and self.phase is Phase.IDLE:
+        if msg.seed and not self.has_seeded and self.phase is Phase.IDLE:
             return self._seed(now)
         return self._advance(now)
 
@@ -495,6 +496,7 @@ class Worker:
         self._enter(Phase.IDLE)
         effects: list[Effect] = []
         if phase is Phase.SEEDING:
+            self.has_seeded = not exchange.refusals  # the broker may hear of it later than of our next renewal
             effects += self._renew(now)
         elif phase is Phase.PUSHING:
             effects += self._pushed(now, exchange)
