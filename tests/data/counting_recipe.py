@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,11 +62,12 @@ def ids(size: int, bad: int = -1, bad_once: int = -1, mark: str = "") -> tuple[I
     return Ids(size, bad, bad_once, mark), Ids(10)
 
 
-def ids_late_for_evaluation(size: int, events: str) -> tuple[Ids, Ids]:
-    """In the evaluator's process they take until the training is over."""
-    while multiprocessing.current_process().name == "eval" and "epoch_completed" not in Path(events).read_text():
+def ids_late_for_evaluation(events: str, epochs: int, **arguments: Any) -> tuple[Ids, Ids]:
+    """In the evaluator's process they take until the log `events` tells of so many complete epochs."""
+    in_evaluator = multiprocessing.current_process().name == "eval"
+    while in_evaluator and Path(events).read_text().count("epoch_completed") < epochs:
         time.sleep(0.02)
-    return ids(size)
+    return ids(**arguments)
 
 
 def total(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -68,5 +68,5 @@ def events_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
 def expect_complete_epochs(run_dir: Path, epochs: int, samples: int) -> None:
     """By the broker's books each epoch ended once, with every sample in exactly one state."""
     completed = events_of(run_dir, "epoch_completed")
-    assert [e["epoch"] for e in completed] == list(range(epochs))
+    assert sorted(e["epoch"] for e in completed) == list(range(epochs))  # two are open at a time
     assert [e["once"] + e["torn"] + e["skipped"] for e in completed] == [samples] * epochs

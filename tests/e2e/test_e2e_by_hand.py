@@ -214,7 +214,7 @@ def test_a_drained_worker_finishes_its_batch_and_leaves(cluster: Cluster) -> Non
 
 
 def test_a_run_by_hand_completes_though_a_worker_leaves_in_the_middle(job: Job, without_torch: dict[str, str]) -> None:
-    recipe = write_recipe(job.folder, samples=SAMPLES, batch=40, epochs=2, min_step_s=0.08)
+    recipe = write_recipe(job.folder, samples=SAMPLES, batch=40, epochs=2, min_step_s=0.06)
     at = ["--broker", job.address]
     bind = ["--bind", job.address, "--run-dir", job.run_dir]
     broker = job.start("broker", recipe, "--servers", "2", *bind, "--json", env=without_torch)

@@ -17,7 +17,7 @@ KILLS = 3
 @pytest.mark.timeout(240)
 def test_each_sample_counts_once_per_epoch_whoever_comes_and_goes(job: Job) -> None:
     recipe = write_recipe(
-        job.folder, samples=SAMPLES, batch=BATCH, epochs=EPOCHS, min_step_s=0.15, workers=6, servers=2
+        job.folder, samples=SAMPLES, batch=BATCH, epochs=EPOCHS, min_step_s=0.12, workers=6, servers=2
     )
     command = job.train(recipe)
     job.worker("w5", steps=2)

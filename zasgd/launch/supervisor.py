@@ -27,8 +27,11 @@ TICK_S = 0.2
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 2.5
 KILL_AFTER_S = 0.7
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 3.0
+"""Whoever still runs so long after the broker never heard of the end: it was starting."""
 ASK_TIMEOUT_S = 1.0
+LOOK_TIMEOUT_S = 0.4
+"""At the end of a run the last look is at a broker that is gone."""
 BROKER_ENDS_S = 5.0
 """A broker that has heard of a lost server ends the run within its GOODBYE_S."""
 
@@ -140,7 +143,7 @@ class Supervisor:
 
     def _look(self, client: Client) -> None:
         try:
-            self.watch.tick(client.status(ASK_TIMEOUT_S))
+            self.watch.tick(client.status(LOOK_TIMEOUT_S))
         except BrokerError:
             return  # its process says whether it lives; a busy one answers the next time
 
@@ -210,8 +213,8 @@ class Supervisor:
             self._ending = Ending(code, f"no worker is left: {_last_line(child)}", child.log)
 
     def _expel(self, client: Client | None, child: Child) -> None:
-        """The broker need not wait for the lease of a process that is known to be dead."""
-        if client is None:
+        """The broker need not wait for the lease of a process that is known to be dead; who ended well has said BYE."""
+        if client is None or child.exit_code == 0 or self._broker is None or self._broker.poll() is not None:
             return
         try:
             client.expel(host_name(), child.pid, f"process ended with {child.ending}", ASK_TIMEOUT_S)
