@@ -91,6 +91,7 @@ class Display:
             "lag": f"mean {lag['mean']:.2f}, p99 {lag['p99']}, max {lag['max']}",
             "time": f"{summary['seconds']:.1f} s",
             "run folder": summary["run_dir"],
+            "model": summary["model"] or "none",
         }
         for name, value in rows.items():
             table.add_row(name, str(value))

@@ -23,6 +23,8 @@ from zasgd.train import roles
 from zasgd.train.recipe import Recipe
 
 INTERRUPTED = 130
+MODEL_FILES = ("model.safetensors", "params.npz")
+"""What the evaluator writes; what the broker writes when there is none, or not yet."""
 PORTS_BEYOND_SERVERS = 2
 """Control and relay; each server has one more."""
 
@@ -130,4 +132,5 @@ def summarise(recipe: Recipe, run_dir: Path, ending: Mapping[str, Any]) -> dict[
         "lag": lag or {"mean": 0.0, "p50": 0, "p99": 0, "max": 0},
         "seconds": ending.get("seconds", 0.0),
         "run_dir": os.fspath(run_dir),
+        "model": next((name for name in MODEL_FILES if (run_dir / name).exists()), None),
     }

@@ -59,7 +59,8 @@ from zasgd.core.snapshot import WINDOW
 
 HELLO_EVERY_S = 0.5
 GRANTS_AHEAD_S = 1.0
-"""A worker asks for about this much work ahead, at least 2 and at most 16 batches."""
+"""A worker asks for about this much work ahead, at least 2 and at most MAX_GRANTS_AHEAD batches."""
+MAX_GRANTS_AHEAD = 32
 STALE_AFTER_S = 0.25
 """Parameters that lay idle this long are pulled again before they are computed on."""
 IDLE_RENEW_S = 0.25
@@ -386,7 +387,7 @@ class Worker:
         """How many batches to hold: enough for GRANTS_AHEAD_S of work, few while its pace is unknown."""
         if not self._step_s:
             return 2
-        return max(2, min(16, math.ceil(GRANTS_AHEAD_S / max(self._step_s, 1e-3))))
+        return max(2, min(MAX_GRANTS_AHEAD, math.ceil(GRANTS_AHEAD_S / max(self._step_s, 1e-3))))
 
     # ---- steps ------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ SIGTERM asks the node to leave in order, a second one ends the process at once.
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import resource
@@ -94,7 +95,6 @@ def run_shard(
     advertise: str = "",
     *,
     broker_timeout_s: float = 60.0,
-    note: Callable[[Note], None] | None = None,
 ) -> Stop:
     """Serve one shard of the broker's run. `bind`: HOST:PORT for data, port 0 picks one. Raises sockets.BindError."""
     raise_file_limit()
@@ -111,7 +111,7 @@ def run_shard(
             os.getpid(),
             broker_timeout_s=broker_timeout_s,
         )
-        loop = Loop(node, ShardLinks(ctx, broker, data), note=note)
+        loop = Loop(node, ShardLinks(ctx, broker, data), note=_freeze_heap_when_compiled)
         with _leaving_on_signals(node, loop):
             return loop.run()
 
@@ -134,6 +134,13 @@ def run_member(
                 done = Computed(task, _computed(compute, task))
                 loop.post(lambda now, done=done: node.on_done(now, done))  # type: ignore[misc]
             return thread.result()
+
+
+def _freeze_heap_when_compiled(note: Note) -> None:
+    """What importing and compiling left behind is for ever: keep the collector from walking it while pushes wait."""
+    if note.event == "welcomed":
+        gc.collect()
+        gc.freeze()
 
 
 class LoopThread:
