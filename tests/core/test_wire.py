@@ -108,8 +108,8 @@ f0_field = {
     "shard": st.integers(0, 2**16 - 1),
     "worker": st.integers(0, 2**32 - 1),
     "incarnation": st.integers(0, 2**32 - 1),
-    "seq": st.integers(0, 2**64 - 1),
-    "version": st.integers(0, 2**64 - 1),
+    "seq": st.integers(0, 2**63 - 1),
+    "version": st.integers(0, 2**63 - 1),
     "inline": st.booleans(),
 }
 counting = st.integers(0, 2**63 - 1)

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import zmq
 
-from zasgd.core import wire
+from zasgd.core import report, wire
 from zasgd.core.broker import Broker
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.messages import Ack, Bye, Done, Err, Hello, Init, Message, Params, Pull, Push, Renew, Welcome
@@ -103,14 +104,17 @@ class Running:
 
     def look(self, question: Callable[[], Any], within_s: float = DEADLINE_S) -> Any:
         """Have the loop's thread answer `question` between two events."""
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        answers: list[Any] = []
 
         def ask(now: float) -> list[Effect]:
-            answers.put(question())
+            answers.append(question())
             return []
 
         self.loop.post(ask)
-        return answers.get(timeout=within_s)
+        until(lambda: answers or not self.alive, within_s, "an answer of the loop")
+        if not answers:
+            raise AssertionError(f"the loop is over: {self.result()}")
+        return answers[0]
 
 
 class Rig:
@@ -128,6 +132,8 @@ class Rig:
         lease_s: float = 10.0,
         rule: RuleSpec | None = None,
         lr: float = 1.0,
+        window_bytes: int = 1 << 30,
+        control: str = "127.0.0.1:0",
         loop: type[Loop] = Loop,
         **more: Any,
     ) -> None:
@@ -139,12 +145,14 @@ class Rig:
         self._stack.callback(self.ctx.destroy, 0)
         self.relay = Relay(self.ctx, "127.0.0.1:0")
         self._stack.callback(self.relay.stop)
-        self.links = BrokerLinks(self.ctx, "127.0.0.1:0", self.relay)
+        self.links = BrokerLinks(self.ctx, control, self.relay)
         self.port = bound_port(self.links.sockets()[0])
-        shard = ShardConfig(num_shards, rule or RuleSpec("asgd"), (GroupSpec(),), Schedule(lr=lr, epochs=epochs))
+        rule, schedule = rule or RuleSpec("asgd"), Schedule(lr=lr, epochs=epochs)
+        shard = ShardConfig(num_shards, rule, (GroupSpec(),), schedule, window_bytes)
         self.config = BrokerConfig(
             run=new_run_id(), recipe="{}", num_shards=num_shards, epochs=epochs, batch_size=batch_size,
-            shard_config=shard.to_json(), lease_s=lease_s, **{"data_port": self.relay.port, **more},
+            shard_config=shard.to_json(), lease_s=lease_s, window_bytes=window_bytes,
+            **{"data_port": self.relay.port, **more},
         )  # fmt: skip
         self.broker = Broker(time.monotonic(), self.config)
         self.relay.start()
@@ -163,6 +171,10 @@ class Rig:
     def relay_address(self) -> str:
         return f"127.0.0.1:{self.relay.port}"
 
+    def lead_data_to(self, port: int) -> None:
+        """Newcomers hear of another data port: that of a proxy in front of the relay."""
+        self.running.look(lambda: setattr(self.broker.run, "config", replace(self.config, data_port=port)))
+
     def shard(self, number: int) -> RunningShard:
         """The process that the broker made shard `number`."""
         return until(lambda: next((s for s in self.shards if s.node.number == number), None), what="a shard's welcome")
@@ -179,7 +191,7 @@ class Rig:
 
     def report(self) -> dict[str, Any]:
         """What STATUS says."""
-        found: dict[str, Any] = self.running.look(lambda: self.broker.report(time.monotonic()))
+        found: dict[str, Any] = self.running.look(lambda: report.status(self.broker.run, time.monotonic()))
         return found
 
     def completed(self, within_s: float = DEADLINE_S) -> dict[str, Any]:
@@ -411,11 +423,11 @@ class Stepper:
         self.seq += 1
         return self.seq
 
-    def push(self, shard: int, **changed: Any) -> Any:
+    def push(self, to: int, /, **changed: Any) -> Any:
         """The committing push of a gradient of ones that is well-formed but for what is changed."""
         fields = {
-            **self.ids, "shard": shard, "seq": self.next_seq(), "layout_hash": self.rig.layout.hash, "commit": True,
-            "grads": (np.ones(self.slices[shard].size, np.float32),), "num_samples": 1, **changed,
+            **self.ids, "shard": to, "seq": self.next_seq(), "layout_hash": self.rig.layout.hash, "commit": True,
+            "grads": (np.ones(self.slices[to].size, np.float32),), "num_samples": 1, **changed,
         }  # fmt: skip
         return Push(**fields)
 

@@ -311,6 +311,7 @@ def test_a_frame_over_the_limit_ends_the_connection(target: Target, where: str) 
         assert watch.poll(int(DEADLINE_S * 1000)), "still connected"
         assert recv_monitor_message(watch)["event"] == zmq.EVENT_DISCONNECTED
         peer.sock.disable_monitor()
+        watch.close()
 
 
 # ---- an ERR is never answered ----------------------------------------------------------------------------
@@ -375,7 +376,10 @@ HELLOS: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "a text for a layout": ({**layout_rows(), "layout": "w"}, {"BAD_LAYOUT"}),
     "70,000 tensors": (layout_rows(*(["w", [], "float32", "params", 0] for _ in range(70_000))), {"BAD_FRAME"}),
-    "no samples": ({**layout_rows(["w", [1], "float32", "params", 0]), "num_samples": 0}, {"NO_LAYOUT", "LAYOUT_MISMATCH"}),
+    "no samples": (
+        {**layout_rows(["w", [1], "float32", "params", 0]), "num_samples": 0},
+        {"NO_LAYOUT", "LAYOUT_MISMATCH"},
+    ),
     "2^63 - 1 samples": (
         {"role": "worker", "token": b"t", "num_samples": (1 << 63) - 1, "layout": SMALL.to_plain()},
         {"BAD_FIELD", "LAYOUT_MISMATCH"},
@@ -550,8 +554,16 @@ PUSHES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("path", ["client", "relayed"])
-@pytest.mark.parametrize("name", PUSHES)
+# Through the relay a push reaches the shard that it names.
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (p, n)
+        for p in ("client", "relayed")
+        for n, (changed, _) in PUSHES.items()
+        if p == "client" or "shard" not in changed
+    ],
+)
 def test_a_bad_push_is_refused_and_changes_nothing(target: Target, path: str, name: str) -> None:
     changed, code = PUSHES[name]
     client: Stepper = getattr(target, path)

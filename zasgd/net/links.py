@@ -176,9 +176,12 @@ class MemberLinks:
 
     def dial(self, peer: PeerId, endpoint: str) -> None:
         endpoint = endpoint.replace("*", self._broker_host, 1)
-        if endpoint not in self._by_endpoint:
-            self._by_endpoint[endpoint] = sockets.dealer(self._ctx, endpoint, control=False)
-        self._data[peer] = self._by_endpoint[endpoint]
+        try:
+            if endpoint not in self._by_endpoint:
+                self._by_endpoint[endpoint] = sockets.dealer(self._ctx, endpoint, control=False)
+            self._data[peer] = self._by_endpoint[endpoint]
+        except sockets.AddressError:  # a server may call itself anything
+            self.dropped["an endpoint that cannot be dialled"] += 1
 
     def close(self) -> None:
         for sock in self.sockets():

@@ -126,7 +126,7 @@ class Loop:
         if self._answer_budget < 1 and self.garbage.total() > MAX_GARBAGE_ANSWERS_PER_S:
             return
         self._answer_budget -= 1
-        if frames and frames[0][: KIND_OFFSET + 1].endswith(bytes([Kind.ERR])) and len(frames[0]) > KIND_OFFSET:
+        if _is_err(frames):
             return  # an ERR is never answered, or two peers could refuse each other for ever
         ids: dict[str, int] = {}
         try:
@@ -153,3 +153,8 @@ class Loop:
             elif isinstance(effect, Stop):
                 self._stop = effect
         self._carrying = False
+
+
+def _is_err(frames: list[Buffer]) -> bool:
+    start = bytes(frames[0][: KIND_OFFSET + 1]) if frames else b""
+    return start[:2] == wire.MAGIC and start[KIND_OFFSET:] == bytes([Kind.ERR])

@@ -89,7 +89,11 @@ class Relay:
             if shard in dealers:
                 poller.unregister(dealers[shard])
                 dealers.pop(shard).close(0)
-            dealers[shard] = sockets.dealer(self._ctx, endpoint, control=False)
+            try:
+                dealers[shard] = sockets.dealer(self._ctx, endpoint, control=False)
+            except sockets.AddressError:
+                self.dropped["a shard's endpoint that cannot be dialled"] += 1
+                continue
             poller.register(dealers[shard], zmq.POLLIN)
         return True
 

@@ -56,13 +56,17 @@ def router(ctx: zmq.Context[zmq.Socket[bytes]], address: str, *, control: bool) 
 
 
 def dealer(ctx: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, control: bool) -> zmq.Socket[bytes]:
-    """A DEALER that dials `endpoint` (tcp://HOST:PORT) and redials for ever."""
+    """A DEALER that dials `endpoint` (tcp://HOST:PORT) and redials for ever; raises AddressError."""
     sock = ctx.socket(zmq.DEALER)
     _common(sock, control)
     sock.setsockopt(zmq.IMMEDIATE, 1)  # without it a DEALER hoards messages for a peer that is not there
     sock.setsockopt(zmq.RECONNECT_IVL, 100)
     sock.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
-    sock.connect(endpoint)
+    try:
+        sock.connect(endpoint)
+    except zmq.ZMQError as e:
+        sock.close(0)
+        raise AddressError(f"cannot dial {endpoint[:80]!r}: {zmq.strerror(e.errno)}") from None
     return sock
 
 
@@ -88,18 +92,18 @@ def linger_for_goodbye(sock: zmq.Socket[bytes]) -> None:
 def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT -> (host, port); a bare port means loopback, a bare host the default port. Raises AddressError."""
     text = address.removeprefix("tcp://")
-    if text.isdecimal():
+    if text.isascii() and text.isdecimal():
         text = f"127.0.0.1:{text}"
     host, _, port = text.rpartition(":") if ":" in text else (text, "", str(DEFAULT_PORT))
     host = host.strip("[]") if host.startswith("[") else host
-    if not re.fullmatch(r"[A-Za-z0-9._*-]+", host) or not port.isdecimal() or not 0 <= int(port) < 65536:
+    if not re.fullmatch(r"[A-Za-z0-9._*-]+", host) or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise AddressError(f"{address!r} is not HOST:PORT, for example {DEFAULT_BROKER}")
     return host, int(port)
 
 
 def is_loopback(host: str) -> bool:
     """The host can be reached from this machine only."""
-    return host == "localhost" or host.startswith("127.")
+    return host == "localhost" or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None
 
 
 def check_bind(address: str, *, insecure: bool) -> tuple[str, int]:
