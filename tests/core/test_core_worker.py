@@ -165,6 +165,20 @@ def test_the_seeder_sends_each_shard_its_slice_and_says_so() -> None:
     assert seat.worker.phase is Phase.IDLE
 
 
+def test_it_seeds_only_once_although_the_broker_hears_of_it_later() -> None:
+    """The shards' reports may come after its own next renewal: it must not send the whole model again."""
+    seat = Seat()
+    seat.grant(seed=True, open=False)
+    seat.shard(0, Ack)
+    seat.shard(1, Ack)
+    assert sent(seat.grant(seed=True, open=False), Init) == []
+    refused = Seat()
+    refused.grant(seed=True, open=False)
+    refused.shard(0, Ack)
+    refused.shard(1, Err, code="BAD_SHAPE")
+    assert len(sent(refused.grant(seed=True, open=False), Init)) == 2, "not all shards have it"
+
+
 # ---- steps -----------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,25 @@ class Target:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.client = Stepper(rig, direct=True)
-        self.relayed = Stepper(rig)
-        self.client.open()
+        self._clients: list[Stepper] = []
         self.control = RawPeer(rig.address, rig.ctx)
         self.relay = RawPeer(rig.relay_address, rig.ctx)
         self.shard = RawPeer(rig.shard(0).address, rig.ctx)
+
+    @cached_property
+    def client(self) -> Stepper:
+        """At the shards' own sockets."""
+        return self._joined(direct=True)
+
+    @cached_property
+    def relayed(self) -> Stepper:
+        """Through the relay."""
+        return self._joined(direct=False)
+
+    def _joined(self, *, direct: bool) -> Stepper:
+        found = Stepper(self.rig, direct=direct)
+        self._clients.append(found)
+        return found
 
     def peer(self, where: str) -> RawPeer:
         peer: RawPeer = getattr(self, where)
@@ -92,7 +106,7 @@ class Target:
         return self.rig.running.alive and all(shard.running.alive for shard in self.rig.shards)
 
     def close(self) -> None:
-        for client in (self.client, self.relayed):
+        for client in self._clients:
             client.leave()
         for peer in (self.control, self.relay, self.shard):
             peer.sock.close(0)
@@ -106,7 +120,11 @@ class Runs:
         self.rig = self._new()
 
     def _new(self) -> Rig:
-        return Rig(num_samples=1 << 20, window_bytes=1 << 20)
+        rig = Rig(num_samples=1 << 20, window_bytes=1 << 20)
+        seeder = Stepper(rig)
+        seeder.open()
+        seeder.leave()
+        return rig
 
     def renew(self) -> None:
         self.rig.__exit__()
