@@ -370,6 +370,8 @@ class Broker:
         return self.ending.result(now, msg)
 
     def _observed(self, now: float, peer: PeerId, msg: Params) -> list[Effect]:
+        if self.run.speaker(msg).peer != peer:
+            return []  # parameters that are written to disk come from the shard itself
         return self.ending.observed(now, msg)
 
     # ---- timers -----------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ class ShardLinks:
     def __init__(self, ctx: zmq.Context[zmq.Socket[bytes]], broker: str, data: zmq.Socket[bytes]) -> None:
         self.dropped: Counter[str] = Counter()
         self._control = sockets.dealer(ctx, f"tcp://{broker}", control=True)
+        sockets.await_connection(self._control)
         self._data = data
 
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
@@ -154,6 +155,7 @@ class MemberLinks:
         self._ctx = ctx
         self._broker_host = sockets.split_address(broker)[0]
         self._control = sockets.dealer(ctx, f"tcp://{broker}", control=True)
+        sockets.await_connection(self._control)
         self._data: dict[PeerId, zmq.Socket[bytes]] = {}
         self._by_endpoint: dict[str, zmq.Socket[bytes]] = {}
 
@@ -179,6 +181,7 @@ class MemberLinks:
         try:
             if endpoint not in self._by_endpoint:
                 self._by_endpoint[endpoint] = sockets.dealer(self._ctx, endpoint, control=False)
+                sockets.await_connection(self._by_endpoint[endpoint])
             self._data[peer] = self._by_endpoint[endpoint]
         except sockets.AddressError:  # a server may call itself anything
             self.dropped["an endpoint that cannot be dialled"] += 1

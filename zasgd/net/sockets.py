@@ -15,6 +15,7 @@ from zasgd.core.codec import MAX_FRAME_BYTES, MAX_INLINE_BODY_BYTES
 DEFAULT_PORT = 7470
 DEFAULT_BROKER = f"127.0.0.1:{DEFAULT_PORT}"
 CONTROL_HWM = 1000
+CONNECT_WAIT_MS = 200
 MAX_INLINE_MESSAGE_BYTES = MAX_INLINE_BODY_BYTES + 64 * 1024
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 64 * 1024
 
@@ -68,6 +69,11 @@ def dealer(ctx: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, control: bool)
         sock.close(0)
         raise AddressError(f"cannot dial {endpoint[:80]!r}: {zmq.strerror(e.errno)}") from None
     return sock
+
+
+def await_connection(sock: zmq.Socket[bytes]) -> None:
+    """Give a fresh DEALER a moment: until it is connected it drops what is sent, and a retry costs half a second."""
+    sock.poll(CONNECT_WAIT_MS, zmq.POLLOUT)
 
 
 def _common(sock: zmq.Socket[bytes], control: bool) -> None:
