@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from e2e_counting import events_of, expect_complete_epochs
 from e2e_job import Job
 
@@ -20,7 +22,9 @@ def test_the_demo_tells_how_a_visitor_came_and_was_killed_and_nothing_was_lost(j
     assert "nothing missing, nothing repeated" in command.stderr
     (visitor,) = events_of(job.run_dir, "worker_lost")
     assert f"(pid {visitor['pid']})" in story[0]
-    assert f"kill -9 {visitor['pid']}: the newcomer dies after 2" in story[1]
+    told = re.search(rf"kill -9 {visitor['pid']}: the newcomer dies after (\d+) pushes", story[1])
+    # It is killed as soon as the broker reports the 20th push; how many more there were is a matter of load.
+    assert told is not None and int(told[1]) >= 20, story[1]
     joined = {e["name"]: e["t"] for e in events_of(job.run_dir, "worker_joined")}
     second_epoch_at = events_of(job.run_dir, "epoch_completed")[1]["t"]
     assert joined[visitor["name"]] > second_epoch_at

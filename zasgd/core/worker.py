@@ -58,7 +58,7 @@ from zasgd.core.reports import Reports
 from zasgd.core.snapshot import WINDOW
 
 HELLO_EVERY_S = 0.5
-GRANTS_AHEAD_S = 1.0
+GRANTS_AHEAD_S = 0.5
 """A worker asks for about this much work ahead, at least 2 and at most MAX_GRANTS_AHEAD batches."""
 MAX_GRANTS_AHEAD = 32
 STALE_AFTER_S = 0.25
