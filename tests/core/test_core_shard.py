@@ -326,14 +326,47 @@ def test_the_learning_rate_follows_the_samples_not_the_workers(num_workers: int)
     assert steps == [1.0] * 10 + [0.1] * 6  # 100 samples an epoch, 10 a push
 
 
-def test_buffers_are_averaged_and_counters_take_the_maximum() -> None:
+def test_a_push_moves_the_float_buffers_by_what_its_batch_changed_and_counters_take_the_maximum() -> None:
     bench = Bench()
-    bench.ask(Pull, 2)
-    stats, counters = np.full(16, 10.0, np.float32), np.full(8, 7, np.int64)
-    ack = bench.push(3, version=0, stats=stats, counters=counters)
-    assert ack.stats == pytest.approx(1.0) and (ack.counters == 7).all()
-    ack = bench.push(4, version=1, stats=stats, counters=counters - 5)
-    assert ack.stats == pytest.approx(1.9) and (ack.counters == 7).all()
+    bench.admit(BOB)
+    sevens = np.full(8, 7, np.int64)
+    bench.ask(Pull, 2), bench.ask(Pull, 2, BOB)
+    ack = bench.push(3, version=0, stats=np.full(16, 10.0, np.float32), counters=sevens)
+    assert ack.stats == pytest.approx(10.0) and (ack.counters == 7).all()
+    ack = bench.push(3, version=0, who=BOB, stats=np.full(16, 4.0, np.float32), counters=sevens - 5)
+    assert ack.stats == pytest.approx(14.0) and (ack.counters == 7).all(), "both batches count, whoever came first"
+
+
+def test_batchnorms_average_has_its_own_momentum_whatever_the_number_of_workers() -> None:
+    """mxnet#1410: an average of averages would have a tenth of it, and evaluation would be far off."""
+    for num_workers in (1, 2, 4):
+        bench = Bench()
+        for k in range(num_workers):
+            bench.admit(ANN + k)
+        stats = [bench.one(Pull, 2, ANN + k).stats for k in range(num_workers)]
+        versions = [0] * num_workers
+        for i in range(40):
+            k = i % num_workers
+            moved = np.float32(0.9) * stats[k] + np.float32(0.1)  # what BatchNorm does; the batch's mean is 1
+            ack = bench.push(3 + i, version=versions[k], who=ANN + k, stats=moved)
+            stats[k], versions[k] = ack.stats, ack.version
+        assert 1 - bench.shard.stats == pytest.approx(0.9**40, abs=0.03)
+
+
+def test_with_a_large_lag_the_buffers_settle_instead_of_oscillating() -> None:
+    bench = Bench()
+    num_workers = 32
+    for k in range(num_workers):
+        bench.admit(ANN + k)
+    stats = [bench.one(Pull, 2, ANN + k).stats for k in range(num_workers)]
+    versions = [0] * num_workers
+    seen = []
+    for i in range(40 * num_workers):
+        k = i % num_workers
+        ack = bench.push(3 + i // num_workers, version=versions[k], who=ANN + k, stats=0.9 * stats[k] + np.float32(0.1))
+        stats[k], versions[k] = ack.stats, ack.version
+        seen.append(float(ack.stats[0]))
+    assert max(seen) < 1.5 and seen[-1] == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_buffer_that_does_not_change_is_left_alone_bit_for_bit() -> None:

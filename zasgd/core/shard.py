@@ -48,8 +48,9 @@ from zasgd.core.rules import GroupSpec, RuleSpec
 from zasgd.core.schedule import Schedule
 from zasgd.core.snapshot import Client, Outcome, Snapshot, frozen_copy
 
-STATS_DECAY = 0.9
-"""Weight of the old value when a worker's float buffers are averaged into the shard's."""
+FULL_BUFFER_LAG = 4
+"""Up to this lag a worker's change to its float buffers is taken whole, beyond it in proportion: an average with
+momentum 0.1 that is corrected with a lag of 15 would oscillate (RULES: eta h < 2 sin(pi / (2 (2 tau + 1))))."""
 MAX_LAG_BUCKET = 4095
 MAX_SAMPLES_PER_PUSH = 1 << 32
 MAX_SETTLED = 1024
@@ -458,8 +459,8 @@ class Shard:
         optimizer.apply(self.params, pieces, snapshot.params, lr, sent)  # type: ignore[union-attr]
         sent.flags.writeable = False
         if push.stats.size:
-            # This form leaves a constant buffer alone; decay * old + (1 - decay) * new would drift in float32.
-            self.stats += np.float32(1 - STATS_DECAY) * (push.stats - self.stats)
+            # What this batch changed, as with a gradient: BatchNorm's own momentum then counts once, not twice.
+            self.stats += _buffer_weight(self.version - snapshot.version) * (push.stats - snapshot.stats)
         if push.counters.size:
             np.maximum(self.counters, push.counters, out=self.counters)
         client.lag = self.version - snapshot.version
@@ -530,6 +531,10 @@ class Shard:
     def _stop(self, reason: str, code: int) -> list[Effect]:
         self.stopped = True
         return [Stop(reason, code)]
+
+
+def _buffer_weight(lag: int) -> np.float32:
+    return np.float32(min(1.0, FULL_BUFFER_LAG / max(1, lag)))
 
 
 _SERVED: dict[type[Message], Callable[[Shard, float, PeerId, Client, Any], list[Effect]]] = {

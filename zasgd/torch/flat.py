@@ -124,8 +124,12 @@ class FlatModule:
                 t.now().copy_(t.of(flat))
         self._unadopted.clear()
 
+    def keep_buffers(self, stats: Array, counters: Array) -> None:
+        """Make these, as `stats` and `counters` gave them, what `discard_buffers` goes back to."""
+        self._host["stats"][:], self._host["counters"][:] = stats, counters
+
     def discard_buffers(self) -> None:
-        """Forget what forward did to the buffers: the next `adopt` makes them again what was last loaded."""
+        """Forget what forward did to the buffers: the next `adopt` makes them what was last loaded or kept."""
         self._unadopted |= {"stats", "counters"}
 
     def _adopt(self, t: _Tensor) -> None:

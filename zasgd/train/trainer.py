@@ -123,11 +123,13 @@ class Trainer:
         loss = self._work.loss(flat.module(inputs), targets)
         loss.backward()
         found = flat.gradient(self.recipe.optimizer.clip_norm)
-        stats, loss_value = flat.stats(), float(loss.detach())
+        stats, counters, loss_value = flat.stats(), flat.counters(), float(loss.detach())
         finite = found.finite and math.isfinite(loss_value) and bool(np.isfinite(stats).all())
-        if not finite:
+        if finite:
+            flat.keep_buffers(stats, counters)
+        else:
             flat.discard_buffers()  # this push will be refused, so its batch must leave no trace here either
-        return Gradient(found.grads, stats, flat.counters(), grant.num_samples, loss_value, finite)
+        return Gradient(found.grads, stats, counters, grant.num_samples, loss_value, finite)
 
     def batch(self, grant: Grant) -> tuple[Any, Any]:
         """The inputs and targets that a grant means, on the device."""
