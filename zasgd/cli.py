@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ Set = Annotated[
 RecipeArg = Annotated[str, typer.Argument(help="A shipped recipe (see `zasgd recipes`) or a path to a .toml file.")]
 BrokerOpt = Annotated[str, typer.Option("--broker", metavar="HOST:PORT", help="Address of the broker.")]
 RunDir = Annotated[
-    Path | None, typer.Option("--run-dir", help="Folder for this run's files. [default: runs/NAME-TIME]")
+    Path | None, typer.Option("--run-dir", help="Folder for this run's files. (default: runs/NAME-TIME)")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on the last line of stdout.")]
 Device = Annotated[str, typer.Option("--device", help="auto (the GPU of the slot, else the CPU), cpu, cuda, cuda:N.")]
@@ -47,7 +48,23 @@ app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
-    """Run the command line; what a user can mend is one line on stderr and a non-zero exit."""
+    """Run the command line; what a user can mend is one line on stderr and a non-zero exit.
+
+    A reader of the output that has gone ends it quietly with 1.
+    """
+    _open_standard_streams()
+    try:
+        try:
+            _run()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+    except BrokenPipeError:
+        _forget_output()
+        sys.exit(1)
+
+
+def _run() -> None:
     try:
         app()
     except Exception as error:
@@ -60,6 +77,23 @@ def main() -> None:
         sys.exit(told[1])
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _open_standard_streams() -> None:
+    """/dev/null where one was closed (`zasgd ... >&-`): else the next socket would get its number, and our output."""
+    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is fd
+            setattr(sys, name, os.fdopen(fd, mode, encoding="utf-8", errors="replace", closefd=False))
+
+
+def _forget_output() -> None:
+    """What is still buffered goes to /dev/null; the interpreter would fail on it once more at its exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for fd in (1, 2):
+        os.dup2(nowhere, fd)
 
 
 def _version(value: bool) -> None:
@@ -81,15 +115,15 @@ def _root(
 def train(
     recipe: RecipeArg,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Worker processes. [default: the recipe's run.workers]")
+        int | None, typer.Option(min=1, help="Worker processes. (default: the recipe's run.workers)")
     ] = None,
     servers: Annotated[
-        int | None, typer.Option(min=1, help="Parameter shards. [default: the recipe's run.servers]")
+        int | None, typer.Option(min=1, help="Parameter shards. (default: the recipe's run.servers)")
     ] = None,
     set_: Set = None,
     run_dir: RunDir = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65000, help="Broker port. [default: first free block from 7470]")
+        int | None, typer.Option(min=1, max=65000, help="Broker port. (default: first free block from 7470)")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Shorthand for --set train.seed=N.")] = None,
     device: Device = "auto",
@@ -134,7 +168,7 @@ def broker(
 @app.command()
 def server(
     broker: BrokerOpt = DEFAULT_BROKER,
-    bind: Annotated[str, typer.Option(help="HOST:PORT for data. [default: first free port after the broker's]")] = "",
+    bind: Annotated[str, typer.Option(help="HOST:PORT for data. (default: first free port after the broker's)")] = "",
     advertise: Annotated[str, typer.Option(help="HOST[:PORT] under which others reach this server.")] = "",
     insecure: Insecure = False,
     connect_timeout: ConnectTimeout = 60.0,

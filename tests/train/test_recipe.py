@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from zasgd.core.rules import RuleSpec
-from zasgd.train.recipe import DECAYED, FROZEN, NO_DECAY, Recipe, RecipeError, load_recipe, shipped_recipes
+from zasgd.train.recipe import (
+    DECAYED,
+    FROZEN,
+    NO_DECAY,
+    SHIPPED_DATA,
+    SHIPPED_LOSSES,
+    SHIPPED_MODELS,
+    Recipe,
+    RecipeError,
+    load_recipe,
+    shipped_recipes,
+)
 
 MINIMAL = """
 model = "mlp"
@@ -65,6 +76,10 @@ def test_a_base_can_be_a_shipped_recipe(write):
     recipe = load_recipe(write("mine.toml", 'base = "digits"\n[run]\nworkers = 5\n'))
     assert recipe.run.workers == 5
     assert recipe.model == load_recipe("digits").model
+
+
+def test_a_file_that_begins_with_a_byte_order_mark_is_read(write):
+    assert load_recipe(write("mine.toml", "\ufeff" + MINIMAL)).train.epochs == 2
 
 
 def test_overrides_win_and_are_read_as_toml_else_as_text():
@@ -125,11 +140,22 @@ def test_the_core_gets_its_own_types():
         ('train.epochs="3"', 'train.epochs is "3", but should be a valid integer'),
         ("train.epochs=true", "train.epochs is true, but should be a valid integer"),
         ("train.epochs=0", "train.epochs is 0, but should be greater than or equal to 1"),
+        ("train.epochs=99999999999999999999999", "but should be less than or equal to 1000000000"),
         ("train.batch_size=0", "train.batch_size is 0"),
+        ("train.batch_size=2147483649", "train.batch_size is 2147483649"),
+        ("train.seed=9223372036854775808", "train.seed is 9223372036854775808"),
         ("train=3", "train is 3, but should be a table"),
+        ("model=5", 'model is 5, but should be a table, or a text: a shipped name or "package.module:factory"'),
+        ("data=[1]", 'data is [1], but should be a table, or a text: a shipped name or "package.module:factory"'),
+        ("model=foo", 'model.factory is "foo", but should be one of mlp, small-cnn, or "package.module:factory"'),
+        ("model=mpl", "did you mean mlp?"),
+        ("data=fashion_mnist", "did you mean fashion-mnist?"),
+        ("train.loss=cross-entropy", "did you mean cross_entropy?"),
         ("optimizer.lr=0", "optimizer.lr is 0, but should be greater than 0"),
         ("optimizer.lr=inf", "but should be a finite number"),
         ("optimizer.lr=nan", "but should be a finite number"),
+        ("optimizer.lr=1e39", "optimizer.lr is 1e+39"),
+        ("optimizer.clip_norm=1e39", "optimizer.clip_norm is 1e+39"),
         ("optimizer.momentum=1", "optimizer.momentum is 1"),
         ("optimizer.nesterov=true", "nesterov needs a momentum above 0"),
         ("optimizer.weight_decay=1e39", "weight_decay is '1e+39'"),
@@ -142,7 +168,15 @@ def test_the_core_gets_its_own_types():
         ("model.factory=mine:", "should be a shipped name or"),
         ("model.args.when=1979-05-27", "should hold only texts, finite numbers"),
         ("model.args.x=[nan]", "should hold only texts, finite numbers"),
+        ("model.args.x=0x8000000000000000", "should hold only integers of 64 bits"),
         ("run.workers=0", "run.workers is 0"),
+        ("run.workers=65537", "run.workers is 65537"),
+        ("run.servers=1025", "run.servers is 1025"),
+        ("run.evaluate_every=1000000001", "run.evaluate_every is 1000000001"),
+        ("run.window_bytes=1099511627777", "run.window_bytes is 1099511627777"),
+        ("run.lease_s=1e300", "run.lease_s is 1e+300"),
+        ("run.min_step_s=1e300", "run.min_step_s is 1e+300"),
+        ("schedule.warmup_epochs=1e300", "schedule.warmup_epochs is 1e+300"),
         ("base=digits", "a base can only be named inside a file"),
         ("train.epochs", "should look like table.key=value"),
         ("=3", "should look like table.key=value"),
@@ -152,6 +186,21 @@ def test_a_wrong_override_is_named_with_its_path_and_what_is_wanted(override, wo
     said = refusal("digits", override)
     assert said.startswith(f"--set {override}: ")
     assert words in said
+
+
+def test_a_number_of_thousands_of_digits_is_refused_wherever_it_stands(write):
+    path = write("mine.toml", MINIMAL.replace("epochs = 2", f"epochs = {'9' * 5000}"))
+    assert refusal(path).startswith(f"{path}: not TOML: ")
+    assert "train.epochs is too long a number" in refusal("digits", f"train.epochs=0x{'f' * 5000}")
+    assert "but should be a valid integer" in refusal("digits", f"train.epochs={'9' * 5000}")
+
+
+def test_the_shipped_names_are_those_of_the_shipped_factories():
+    from zasgd.train.datasets import DATASETS
+    from zasgd.train.models import MODELS
+    from zasgd.train.trainer import LOSSES
+
+    assert (tuple(MODELS), tuple(DATASETS), tuple(LOSSES)) == (SHIPPED_MODELS, SHIPPED_DATA, SHIPPED_LOSSES)
 
 
 def test_the_file_that_holds_the_mistake_is_named_not_the_one_that_includes_it(write):

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from zasgd.app import serve
 from zasgd.net.client import Client
@@ -26,7 +27,9 @@ def broker(
     """Serve a run until it is over; its exit code."""
     host, port = check_bind(bind, insecure=insecure)
     folder = run_dir or serve.new_run_dir(recipe)
-    say = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not supervised:
+        serve.claim(folder)
+    say = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
     def ready() -> None:
         say.print(
@@ -121,7 +124,7 @@ def status(broker: str, timeout_s: float, *, json_output: bool) -> None:
     if json_output:
         print(serve.as_json(report))
     else:
-        _print_report(Console(highlight=False), report)
+        _print_report(Console(highlight=False, markup=False), report)
 
 
 def drain(broker: str, target: str, timeout_s: float, *, json_output: bool) -> None:
@@ -148,11 +151,11 @@ def _print_report(console: Console, report: dict[str, Any]) -> None:
     workers = Table("worker", "name", "pid", "host", "state", "steps", "lag", "samples/s")
     for w in report["workers"]:
         cells = (w["id"], w["name"], w["pid"], w["host"], w["state"], w["steps"], w["lag"], f"{w['samples_per_s']:.1f}")
-        workers.add_row(*map(str, cells))
+        workers.add_row(*(Text(str(cell)) for cell in cells))
     shards = Table("shard", "pid", "host", "state", "version", "bytes", "resident", "lag mean", "lag max")
     for s in report["shards"]:
         lag = s["lag"]
         cells = (s["id"], s["pid"], s["host"], s["state"], s["version"], s["bytes"], s["resident_bytes"])
-        shards.add_row(*map(str, cells), f"{lag['mean']:.2f}", str(lag["max"]))
+        shards.add_row(*(Text(str(cell)) for cell in cells), f"{lag['mean']:.2f}", str(lag["max"]))
     console.print(workers)
     console.print(shards)

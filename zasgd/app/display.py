@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from zasgd.train.recipe import Recipe
 
@@ -32,6 +33,7 @@ class Display:
         self._task = self._bar.add_task("", total=1, epoch=0, epochs=recipe.train.epochs, facts="starting")
         self._live = Live(self._bar, console=self._console, refresh_per_second=5, transient=True)
         self._last_line: tuple[Any, ...] = ()
+        self._told: set[str] = set()
         self.say(
             f"{recipe.name}: {recipe.rule.name}, {recipe.run.workers} workers, {recipe.run.servers} servers, "
             f"{recipe.train.epochs} epochs; folder {os.fspath(run_dir)}"
@@ -53,7 +55,7 @@ class Display:
 
     def tick(self, report: Mapping[str, Any]) -> None:
         """Show the state of the run; see Broker.report for the keys."""
-        self._tell_evaluation(report)
+        self._tell_news(report)
         if not self._console.is_terminal:
             return
         ledger = report.get("ledger") or {"epoch": 0, "samples": 0, "samples_total": 1}
@@ -66,25 +68,35 @@ class Display:
         )
         self._live.update(Group(self._bar, _members(report)))
 
-    def _tell_evaluation(self, report: Mapping[str, Any]) -> None:
+    def _tell_news(self, report: Mapping[str, Any]) -> None:
+        """What is worth a line that stays: an evaluation, one that failed, the first refused gradient."""
         scores, ledger = report.get("scores") or {}, report.get("ledger")
         line = (scores.get("test_accuracy"), scores.get("test_loss"))
-        if not ledger or line == self._last_line or line[0] is None:
-            return
-        self._last_line = line
-        self.say(f"epoch {ledger['epoch']}: {_facts(report)}")
+        if ledger and line != self._last_line and scores:
+            self._last_line = line
+            self.say(f"epoch {ledger['epoch']}: {_facts(report)}")
+        self._tell_once(report.get("evaluation_error"), "an evaluation failed: {}; see logs/eval.log")
+        refused = (ledger or {}).get("refusals")
+        self._tell_once(refused and "refused", "a gradient was refused (inf or NaN?); see events.jsonl for every one")
+        waiting = report.get("phase") == "training" and not report.get("workers")
+        self._tell_once(waiting and "waiting", "no worker is left; the run waits for one")
+
+    def _tell_once(self, what: Any, text: str) -> None:
+        if what and what not in self._told:
+            self._told.add(what)
+            self.say(text.format(what))
 
     @staticmethod
     def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         """The end of a run, as a table."""
-        table = Table(title=f"{summary['recipe']}: {summary['outcome']}", show_header=False, title_justify="left")
-        wanted = summary["epochs"]
+        table = Table(title=Text(f"{summary['recipe']}: {summary['outcome']}"), show_header=False, title_justify="left")
+        done, wanted = summary["epochs_completed"], summary["epochs"]
         lag = summary["lag"]
-        accuracy = summary["test_accuracy"]
         rows = {
-            "test accuracy": "not evaluated" if accuracy is None else f"{100 * accuracy:.2f} %",
-            "train loss": summary["train_loss"],
-            "samples used": f"{summary['samples']} in {wanted} epochs ({summary['torn']} torn)",
+            "test accuracy": _accuracy(summary),
+            "train loss": "unknown" if summary["train_loss"] is None else summary["train_loss"],
+            "samples used": f"{summary['samples']} ({summary['torn']} torn)",
+            "epochs completed": f"{done} of {wanted}",
             "samples skipped": summary["skipped"],
             "batches given to another worker": summary["reissued_batches"],
             "updates per shard": ", ".join(map(str, summary["updates"])),
@@ -94,8 +106,15 @@ class Display:
             "model": summary["model"] or "none",
         }
         for name, value in rows.items():
-            table.add_row(name, str(value))
+            table.add_row(name, Text(str(value)))
         console.print(table)
+
+
+def _accuracy(summary: Mapping[str, Any]) -> str:
+    final, last = summary["test_accuracy"], summary["last_test_accuracy"]
+    if final is not None:
+        return f"{100 * final:.2f} %"
+    return "not evaluated" if last is None else f"{100 * last:.2f} % at the last evaluation, before the end"
 
 
 def _facts(report: Mapping[str, Any]) -> str:
@@ -115,5 +134,11 @@ def _members(report: Mapping[str, Any]) -> Table:
     for worker in report.get("workers", []):
         name = worker["name"] or worker["id"]
         state, lag, rate = worker["state"], worker["lag"], worker["samples_per_s"]
-        table.add_row(f"  worker {name}", f"{state}", f"lag {lag}", f"{rate:.0f} samples/s", f"{worker['steps']} steps")
+        table.add_row(
+            Text(f"  worker {name}"),
+            Text(f"{state}"),
+            f"lag {lag}",
+            f"{rate:.0f} samples/s",
+            f"{worker['steps']} steps",
+        )
     return table

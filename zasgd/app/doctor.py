@@ -115,8 +115,10 @@ def _print(facts: dict[str, Any], wrong: list[str], advice: list[str]) -> None:
         table.add_row(f"port {port}", owner or "free")
     console.print(table)
     for line in wrong:
-        console.print(f"[red]wrong:[/red] {line}")
+        console.print("wrong:", style="red", end=" ")
+        console.print(line, markup=False)
     for line in advice:
-        console.print(f"[yellow]note:[/yellow] {line}")
+        console.print("note:", style="yellow", end=" ")
+        console.print(line, markup=False)
     if not wrong:
         console.print("Nothing is wrong.")

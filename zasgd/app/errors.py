@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+
+FAILED = 1
 USAGE = 2
-NO_BROKER = 3
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
+"""What the operating system refuses and a person can mend."""
 
 
 def explain(error: BaseException) -> tuple[str, int] | None:
     """(line, exit code) for an error that a user can mend; None for a bug of ours, which keeps its traceback."""
+    from zasgd.app.serve import RunFolderError
     from zasgd.launch import LaunchError
     from zasgd.launch.ports import port_owner
     from zasgd.net.client import BrokerError
@@ -22,6 +27,8 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         owner = port_owner(error.port) if error.port else None
         return f"{error}{f' by {owner}' if owner else ''}; choose another port", USAGE
     usage = (RecipeError, DataError, DeviceError, MissingExtraError, AddressError, LaunchError, EventLogError)
-    if isinstance(error, usage):
+    if isinstance(error, (*usage, RunFolderError)):
         return str(error), USAGE
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}", FAILED
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import sys
@@ -16,15 +15,14 @@ from zasgd.app import serve
 from zasgd.app.display import Display
 from zasgd.launch.children import RUN_VARIABLE, Child, spawn_command
 from zasgd.launch.forkserver import TorchForkserver
-from zasgd.launch.ports import free_port_block
+from zasgd.launch.ports import PortClaim, claim_port_block
 from zasgd.launch.supervisor import Ending, Supervisor
 from zasgd.net.sockets import DEFAULT_PORT
 from zasgd.train import roles
 from zasgd.train.recipe import Recipe
 
-INTERRUPTED = 130
-MODEL_FILES = ("model.safetensors", "params.npz")
-"""What the evaluator writes; what the broker writes when there is none, or not yet."""
+MODEL_FILES = ("params.npz", "model.safetensors")
+"""What the broker writes at the end when no evaluator did; what the evaluator writes, then of an earlier epoch."""
 PORTS_BEYOND_SERVERS = 2
 """Control and relay; each server has one more."""
 
@@ -32,13 +30,24 @@ PORTS_BEYOND_SERVERS = 2
 class LocalRoles:
     """How each role of one local run is started."""
 
-    def __init__(self, recipe: Recipe, run_dir: Path, run: str, port: int, device: str, forkserver: TorchForkserver):
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        run: str,
+        port: int,
+        device: str,
+        forkserver: TorchForkserver,
+        claim: PortClaim | None,
+    ) -> None:
+        """claim: holds the block from `port` on while this object lives."""
         self._recipe = recipe
         self._run_dir = run_dir
         self._env = {RUN_VARIABLE: run}
         self._port = port
         self._device = device
         self._forkserver = forkserver
+        self._claim = claim
 
     def broker(self) -> Child:
         recipe = str(self._run_dir / "recipe.toml")
@@ -74,12 +83,17 @@ class LocalRoles:
 
 
 def supervisor(recipe: Recipe, run_dir: Path, port: int | None, device: str) -> Supervisor:
-    """Everything ready to run; nothing is started yet. Without `port` the first free block is taken."""
+    """Everything ready to run; nothing is started yet.
+
+    Without `port` the first free block is claimed, for as long as this process lives. Raises RunFolderError.
+    """
     run = secrets.token_hex(8)
+    serve.claim(run_dir)
     serve.prepare(run_dir, recipe)
-    base = port if port is not None else free_port_block(PORTS_BEYOND_SERVERS + recipe.run.servers, DEFAULT_PORT)
+    claim = None if port is not None else claim_port_block(PORTS_BEYOND_SERVERS + recipe.run.servers, DEFAULT_PORT)
+    base = claim.base if claim is not None else port or DEFAULT_PORT
     forkserver = TorchForkserver({RUN_VARIABLE: run}, run_dir / "logs" / "torch.log")
-    local = LocalRoles(recipe, run_dir.absolute(), run, base, device, forkserver)
+    local = LocalRoles(recipe, run_dir.absolute(), run, base, device, forkserver, claim)
     return Supervisor(f"127.0.0.1:{base}", run, local, recipe.run.workers, recipe.run.servers, forkserver)
 
 
@@ -93,26 +107,38 @@ def train(recipe: Recipe, run_dir: Path, *, port: int | None, device: str, json_
 
 
 def conclude(recipe: Recipe, run_dir: Path, ending: Ending, *, json_output: bool) -> int:
-    """Write metrics and report, tell the user how it went."""
-    with contextlib.suppress(FileNotFoundError):
-        serve.finish(run_dir)
-    summary = summarise(recipe, run_dir, serve.ending_of(run_dir) if (run_dir / "events.jsonl").exists() else {})
-    err = Console(stderr=True, highlight=False, soft_wrap=True)
-    failed = ending.code not in (0, INTERRUPTED)
-    if failed:
-        where = f" (log: {ending.log})" if ending.log else ""
-        err.print(f"[red]error:[/red] {ending.text}{where}", markup=True)
-        err.print(f"The run folder is kept: {run_dir}")
+    """Write metrics and report, tell the user how it went; the exit code."""
+    told = serve.finish(run_dir)
+    ending = _judged(ending, told)
+    interrupted = ending.code >= 128
+    summary = summarise(recipe, run_dir, told)
+    if ending.code and not interrupted:
+        summary |= {"outcome": "failed", "interrupted": False, "reason": ending.text}
+        err = Console(stderr=True, highlight=False, soft_wrap=True)
+        err.print("error:", style="red", end=" ")
+        err.print(f"{ending.text}{f' (log: {ending.log})' if ending.log else ''}", markup=False)
+        err.print(f"The run folder is kept: {run_dir}", markup=False)
     if json_output:
-        outcome = {"outcome": "failed", "interrupted": False, "reason": ending.text} if failed else {}
-        print(serve.as_json({**summary, **outcome, "exit_code": ending.code}), flush=True)
-    elif not failed and summary["updates"]:
-        Display.print_summary(Console(highlight=False, soft_wrap=True), summary)
+        print(serve.as_json({**summary, "exit_code": ending.code}), flush=True)
+    elif summary["updates"] and (interrupted or not ending.code):
+        Display.print_summary(Console(highlight=False, soft_wrap=True, markup=False), summary)
     return ending.code
+
+
+def _judged(ending: Ending, told: Mapping[str, Any]) -> Ending:
+    """A run that came to its end and has nothing to show for it did not succeed."""
+    if ending.code or told.get("event") != "run_completed":
+        return ending
+    if not told["samples"]:
+        return Ending(1, f"no gradient was applied: all {told['skipped']} samples were skipped; see events.jsonl")
+    if told["evaluation_error"]:
+        return Ending(1, f"the last evaluation failed: {told['evaluation_error']}; see logs/eval.log")
+    return ending
 
 
 def summarise(recipe: Recipe, run_dir: Path, ending: Mapping[str, Any]) -> dict[str, Any]:
     """The summary of a run, as `--json` prints it."""
+    scores = ending.get("scores", {})
     lag = {k: v for k, v in ending.get("lag", {}).items() if k != "histogram"}
     return {
         "recipe": recipe.name,
@@ -122,12 +148,14 @@ def summarise(recipe: Recipe, run_dir: Path, ending: Mapping[str, Any]) -> dict[
         "workers": recipe.run.workers,
         "servers": recipe.run.servers,
         "epochs": recipe.train.epochs,
+        "epochs_completed": ending.get("epochs", 0),
         "samples": ending.get("samples", 0),
         "torn": ending.get("torn", 0),
         "skipped": ending.get("skipped", 0),
         "reissued_batches": ending.get("reissued", 0),
         "updates": ending.get("updates", []),
-        "test_accuracy": ending.get("scores", {}).get("test_accuracy"),
+        "test_accuracy": scores.get("test_accuracy") if ending.get("scores_are_final") else None,
+        "last_test_accuracy": scores.get("test_accuracy"),
         "train_loss": ending.get("train_loss"),
         "lag": lag or {"mean": 0.0, "p50": 0, "p99": 0, "max": 0},
         "seconds": ending.get("seconds", 0.0),

@@ -20,6 +20,8 @@ from zasgd.observe.metrics import write_metrics
 from zasgd.observe.report import write_report
 from zasgd.train.recipe import Recipe
 
+EVENTS = "events.jsonl"
+
 
 def serve(
     recipe: Recipe,
@@ -35,7 +37,7 @@ def serve(
     data = f"{host}:{port + 1 if port else 0}"
     prepare(run_dir, recipe)
     began_at = time.monotonic()
-    with EventLog(run_dir / "events.jsonl") as events:
+    with EventLog(run_dir / EVENTS) as events:
 
         def note(what: Note) -> None:
             events.record(time.monotonic() - began_at, what.event, **what.fields)
@@ -73,9 +75,24 @@ def broker_config(recipe: Recipe, num_servers: int, data_port: int, wants_evalua
     )
 
 
+class RunFolderError(ValueError):
+    """A folder that cannot be a run's; the text is one line that says why."""
+
+
+def claim(run_dir: Path) -> None:
+    """Make a folder this run's own. Raises RunFolderError when it cannot be written or holds another run."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / EVENTS).touch(exist_ok=False)
+    except FileExistsError:
+        what = "holds another run" if run_dir.is_dir() else "is no folder"
+        raise RunFolderError(f"--run-dir {run_dir}: {what}; choose another folder") from None
+    except OSError as e:
+        raise RunFolderError(f"--run-dir {run_dir}: cannot be written: {e.strerror}; choose another folder") from None
+
+
 def prepare(run_dir: Path, recipe: Recipe) -> None:
-    """Make the folder of a run and put the resolved recipe there."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    """Put the resolved recipe into the folder of its run."""
     write_atomically(run_dir / "recipe.toml", lambda file: file.write(recipe.to_toml().encode()))
 
 
@@ -87,16 +104,17 @@ def new_run_dir(recipe: Recipe, role: str = "") -> Path:
 
 
 def finish(run_dir: Path) -> dict[str, Any]:
-    """Write metrics.csv and report.png from events.jsonl; the facts of the run's last event."""
-    events = read_events(run_dir / "events.jsonl")
-    write_metrics(events, run_dir / "metrics.csv")
-    write_report(events, run_dir / "report.png")
+    """Write metrics.csv and report.png from events.jsonl, if the run ever began; the facts of its last event."""
+    events = read_events(run_dir / EVENTS)
+    if any(e["event"] == "run_opened" for e in events):
+        write_metrics(events, run_dir / "metrics.csv")
+        write_report(events, run_dir / "report.png")
     return ending_of(run_dir)
 
 
 def ending_of(run_dir: Path) -> dict[str, Any]:
     """The event that ended the run (run_completed, run_interrupted, run_stopped, run_failed), or nothing."""
-    events = read_events(run_dir / "events.jsonl")
+    events = read_events(run_dir / EVENTS)
     endings = ("run_completed", "run_interrupted", "run_stopped", "run_failed")
     return next((dict(e) for e in reversed(events) if e["event"] in endings), {})
 

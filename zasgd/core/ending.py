@@ -64,7 +64,9 @@ class Ending:
         self._evaluation = None
         self.run.timers.clear("evaluate")
         scores = {str(k)[:40]: v for k, v in (msg.scores or {}).items() if type(v) in (int, float, str)}
-        self.run.scores = scores or self.run.scores
+        if scores and "error" not in scores:
+            self.run.scores, self.run.scores_are_final = scores, order.final
+        self.run.evaluation_error = str(scores.get("error", ""))
         note = Note("evaluated", {"epoch": order.epoch, "samples": self.run.settled, "final": order.final, **scores})
         if not order.final:
             return [note]
@@ -132,7 +134,7 @@ class Ending:
     def fail(self, now: float, reason: str) -> list[Effect]:
         """The run cannot go on."""
         self.run.outcome, self.run.exit_code = "failed", 3
-        return [Note("run_failed", {"reason": reason}), *self.stop_all(now, reason)]
+        return [Note("run_failed", {"reason": reason, **report.summary(self.run, now)}), *self.stop_all(now, reason)]
 
     def stop_all(self, now: float, reason: str = "") -> list[Effect]:
         """STOP to every member; the broker follows when they have said BYE, or after GOODBYE_S."""

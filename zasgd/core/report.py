@@ -28,6 +28,7 @@ def status(run: Run, now: float) -> dict[str, Any]:
         "ledger": run.books.progress() if run.books else None,
         "lag": lag_summary(run.lags),
         "scores": run.scores,
+        "evaluation_error": run.evaluation_error,
         "ends": dict(run.ends),
         "refusals": dict(run.refusals),
     }
@@ -90,6 +91,8 @@ def summary(run: Run, now: float) -> dict[str, Any]:
         "seconds": round(now - run.began_at, 3),
         "ends": dict(run.ends),
         "scores": run.scores,
+        "scores_are_final": run.scores_are_final,
+        "evaluation_error": run.evaluation_error,
     }
 
 

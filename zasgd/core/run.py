@@ -53,7 +53,9 @@ class Run:
     """One training job as its broker sees it.
 
     open: every shard holds what the seeder sent. seeder: the incarnation that seeds or seeded, 0 for none. outcome:
-    `completed`, `stopped`, `interrupted` or `failed`, empty before. ends: how many lives ended in which way.
+    `completed`, `stopped`, `interrupted` or `failed`, empty before. ends: how many lives ended in which way. scores:
+    of the last evaluation that succeeded; of the final parameters only if scores_are_final. evaluation_error: of the
+    last evaluation, if it failed.
     """
 
     def __init__(self, now: float, config: BrokerConfig) -> None:
@@ -71,6 +73,8 @@ class Run:
         self.outcome = ""
         self.exit_code = 0
         self.scores: dict[str, Any] = {}
+        self.scores_are_final = False
+        self.evaluation_error = ""
         self.ends: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.loss = LossMeter(1.0)

@@ -181,7 +181,13 @@ def _computed(compute: Callable[[Any], Any], task: Any) -> Any:
     except Exception as e:  # the user's model or data: its traceback belongs in this process's log
         traceback.print_exc()
         sys.stderr.flush()
-        return Failed(f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}")
+        return Failed(one_line(e))
+
+
+def one_line(error: BaseException) -> str:
+    """Type and first line of an exception's text."""
+    head = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {head[:200]}" if head else type(error).__name__
 
 
 @contextmanager

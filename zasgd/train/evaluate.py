@@ -53,12 +53,13 @@ class Evaluator:
         self._flat.load(section, start, piece)
 
     def evaluate(self, epoch: int, final: bool = False) -> dict[str, float]:
-        """Score the test data and write the last and, where it is one, the best model.
+        """Write the model, score the test data and, where it is one, write the best model.
 
-        Returns test_loss (mean over samples) and, for a classifier (integer targets, one score per class),
-        test_accuracy in [0, 1].
+        A test set that raises costs the scores, never the model. Returns test_loss (mean over samples) and, for a
+        classifier (integer targets, one score per class), test_accuracy in [0, 1].
         """
         self._flat.adopt()
+        write_model(self.run_dir / LAST, self._flat.module, self._metadata(epoch, final))
         scores = self._scores(self._flat.module)
         metadata = self._metadata(epoch, final) | {key: f"{value:.6g}" for key, value in scores.items()}
         write_model(self.run_dir / LAST, self._flat.module, metadata)

@@ -30,6 +30,16 @@ from zasgd.core.schedule import Schedule
 DECAYED, NO_DECAY, FROZEN = 0, 1, 2
 """Positions in `Recipe.group_specs()`: the parameter groups that `zasgd.torch.flat` assigns."""
 
+SHIPPED_MODELS = ("mlp", "small-cnn")
+SHIPPED_DATA = ("digits", "fashion-mnist")
+SHIPPED_LOSSES = ("cross_entropy", "mse")
+"""The names that need no module; what they stand for is known only where torch may be imported."""
+
+_INT64_MAX = (1 << 63) - 1
+_FLOAT32_MAX = 3.4e38
+_MOST_EPOCHS = 10**9  # of 2**32 samples each, their count still fits 63 bits
+_LONGEST_S = 10**6
+
 
 class RecipeError(ValueError):
     """A recipe that cannot be used; the text is one line: where, what, and what is wanted instead."""
@@ -44,6 +54,8 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, int) and abs(value) > _INT64_MAX:
+        raise ValueError("should hold only integers of 64 bits, as TOML does")
     if not isinstance(value, (str, int, float)) or value in (float("inf"), float("-inf")) or value != value:
         raise ValueError("should hold only texts, finite numbers, booleans, lists and tables")
     return value
@@ -66,6 +78,19 @@ def _factory(value: str) -> str:
     return value
 
 
+def _one_of(shipped: tuple[str, ...]) -> AfterValidator:
+    """A shipped name, or a factory of the user's own, which only a process with torch looks up."""
+
+    def known(value: str) -> str:
+        if ":" in _factory(value) or value in shipped:
+            return value
+        near = difflib.get_close_matches(value, shipped, 1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f'should be one of {", ".join(shipped)}, or "package.module:factory"{hint}')
+
+    return AfterValidator(known)
+
+
 def _rule(value: str) -> str:
     if value not in RULES:
         raise ValueError(f"should be one of {', '.join(RULES)}")
@@ -74,7 +99,9 @@ def _rule(value: str) -> str:
 
 RuleName = Annotated[str, AfterValidator(_rule)]
 Args = Annotated[dict[str, Any], AfterValidator(_plain)]
-Factory = Annotated[str, AfterValidator(_factory)]
+ModelFactory = Annotated[str, _one_of(SHIPPED_MODELS)]
+DataFactory = Annotated[str, _one_of(SHIPPED_DATA)]
+Loss = Annotated[str, _one_of(SHIPPED_LOSSES)]
 Milestones = Annotated[tuple[float, ...], BeforeValidator(_as_tuple), AfterValidator(_rising_fractions)]
 
 
@@ -87,14 +114,14 @@ class Table(BaseModel):
 class ModelTable(Table):
     """What is trained: `factory` is a shipped name or "package.module:factory", called with `args`."""
 
-    factory: Factory
+    factory: ModelFactory
     args: Args = Field(default_factory=dict)
 
 
 class DataTable(Table):
     """What it is trained on: the factory returns (train, test), two map-style datasets."""
 
-    factory: Factory
+    factory: DataFactory
     args: Args = Field(default_factory=dict)
 
 
@@ -112,11 +139,11 @@ class OptimizerTable(Table):
     decay_norm_and_bias: whether one-dimensional parameters decay too, as they do in torch.
     """
 
-    lr: float = Field(gt=0)
+    lr: float = Field(gt=0, le=_FLOAT32_MAX)
     momentum: float = Field(0.0, ge=0, lt=1)
     nesterov: bool = False
     weight_decay: float = Field(0.0, ge=0)
-    clip_norm: float = Field(0.0, ge=0)
+    clip_norm: float = Field(0.0, ge=0, le=_FLOAT32_MAX)
     decay_norm_and_bias: bool = True
 
     @model_validator(mode="after")
@@ -132,7 +159,7 @@ class ScheduleTable(Table):
     kind: Literal["constant", "step", "cosine"] = "constant"
     milestones: Milestones = ()
     gamma: float = Field(0.1, gt=0, le=1)
-    warmup_epochs: float = Field(0.0, ge=0)
+    warmup_epochs: float = Field(0.0, ge=0, le=_MOST_EPOCHS)
     warmup_from: float = Field(0.0, ge=0, le=1)
 
     @model_validator(mode="after")
@@ -145,10 +172,10 @@ class ScheduleTable(Table):
 class TrainTable(Table):
     """How much, in what portions. loss: `cross_entropy`, `mse` or "package.module:function" (a mean)."""
 
-    epochs: int = Field(ge=1)
-    batch_size: int = Field(ge=1)
-    seed: int = Field(0, ge=0, lt=1 << 63)
-    loss: Factory = "cross_entropy"
+    epochs: int = Field(ge=1, le=_MOST_EPOCHS)
+    batch_size: int = Field(ge=1, le=1 << 31)
+    seed: int = Field(0, ge=0, le=_INT64_MAX)
+    loss: Loss = "cross_entropy"
 
 
 class RunTable(Table):
@@ -158,12 +185,12 @@ class RunTable(Table):
     evaluate_every: epochs between evaluations. window_bytes: unacknowledged push bytes per worker and shard.
     """
 
-    workers: int = Field(2, ge=1)
+    workers: int = Field(2, ge=1, le=65536)
     servers: int = Field(1, ge=1, le=1024)
-    min_step_s: float = Field(0.0, ge=0)
-    lease_s: float = Field(10.0, gt=0)
-    evaluate_every: int = Field(1, ge=1)
-    window_bytes: int = Field(64 << 20, ge=1)
+    min_step_s: float = Field(0.0, ge=0, le=_LONGEST_S)
+    lease_s: float = Field(10.0, gt=0, le=_LONGEST_S)
+    evaluate_every: int = Field(1, ge=1, le=_MOST_EPOCHS)
+    window_bytes: int = Field(64 << 20, ge=1, le=1 << 40)
 
 
 class Recipe(Table):
@@ -316,11 +343,11 @@ def _find_base(base: str, path: Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return _tables(tomllib.loads(path.read_text(encoding="utf-8")))
-    except tomllib.TOMLDecodeError as e:
-        raise RecipeError(f"{path}: not TOML: {e}") from None
+        return _tables(tomllib.loads(path.read_text(encoding="utf-8-sig")))  # some editors begin with a BOM
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: not TOML: it is not UTF-8 text") from None
+    except ValueError as e:  # TOMLDecodeError, or an integer of thousands of digits
+        raise RecipeError(f"{path}: not TOML: {e}") from None
     except OSError as e:
         raise RecipeError(f"{path}: {e.strerror}") from None
 
@@ -342,7 +369,7 @@ def _override(text: str) -> _Layer:
 def _toml_or_text(raw: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # TOMLDecodeError, or an integer of thousands of digits
         return raw.strip()
     return parsed["value"] if len(parsed) == 1 else raw
 
@@ -396,11 +423,16 @@ def _fault(fault: Any, path: list[str]) -> str:
         return f"{where}{': ' if where else ''}{fault['ctx']['error']}"
     said = str(fault["msg"]).removeprefix("Value error, ").replace("Input should", "should")
     wanted = _WANTED.get(str(fault["type"]), said)
+    if path in (["model"], ["data"]):
+        wanted += ', or a text: a shipped name or "package.module:factory"'
     return f"{where} is {_shown(fault['input'])}, but {wanted}"
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        text = "too long a number"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

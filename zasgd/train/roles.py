@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from zasgd.core.evaluator import ScoreTask
 from zasgd.core.node import Note, Stop
 from zasgd.core.worker import Gradient, GradientTask, Worker, WorkerConfig
 from zasgd.net.client import BrokerError, Client
-from zasgd.net.processes import host_name, new_token, run_member
+from zasgd.net.processes import host_name, new_token, one_line, run_member
 from zasgd.net.sockets import AddressError
 from zasgd.train import DataError, DeviceError, MissingExtraError, make_evaluator, make_trainer, train_extra
 from zasgd.train.recipe import Recipe, RecipeError
@@ -127,5 +128,9 @@ def _reported(role: Callable[[], Stop]) -> int:
     except (RecipeError, DataError, DeviceError, MissingExtraError, AddressError) as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         return 2
+    except Exception as e:  # the user's model or data: the traceback belongs in this log, its head on its last line
+        traceback.print_exc()
+        print(f"error: {one_line(e)}", file=sys.stderr, flush=True)
+        return 1
     print(f"{'error: ' if stop.code else ''}{stop.reason}", file=sys.stderr, flush=True)
     return stop.code

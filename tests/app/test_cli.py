@@ -1,0 +1,80 @@
+"""The command line itself: what `--help` says, and streams that are closed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ZASGD = [sys.executable, "-m", "zasgd"]
+
+
+def help_of(command: str) -> str:
+    """What `zasgd COMMAND --help` prints, its frame and line breaks taken away."""
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    told = subprocess.run([*ZASGD, command, "--help"], env=environment, capture_output=True, text=True, timeout=60)
+    return " ".join(told.stdout.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("command", "defaults"),
+    [
+        ("train", ("the recipe's run.workers", "the recipe's run.servers")),
+        ("train", ("runs/NAME-TIME", "first free block from 7470")),
+        ("server", ("first free port after the broker's",)),
+    ],
+)  # fmt: skip
+def test_help_names_the_defaults_that_depend_on_something(command: str, defaults: tuple[str, ...]) -> None:
+    told = help_of(command)
+    assert [default for default in defaults if f"(default: {default})" not in told] == []
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("arguments", [("recipes", "digits"), ("recipes",), ("--version",), ("--help",)])
+def test_a_reader_that_has_gone_ends_the_command_quietly(arguments: tuple[str, ...], unbuffered: str) -> None:
+    code, told = run_without_reader(arguments, unbuffered, stderr=subprocess.PIPE)
+    assert (code, told) == (1, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_reader_of_the_error_line_may_have_gone_too(unbuffered: str) -> None:
+    assert run_without_reader(("train", "nowhere.toml"), unbuffered, stderr=subprocess.STDOUT)[0] == 1
+
+
+def run_without_reader(arguments: tuple[str, ...], unbuffered: str, stderr: int) -> tuple[int, str | None]:
+    """(exit code, stderr) of a command whose standard output is a pipe that nobody reads."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(
+            [*ZASGD, *arguments], env=environment, stdout=writer, stderr=stderr, text=True, timeout=60
+        )
+    finally:
+        os.close(writer)
+    return ended.returncode, ended.stderr
+
+
+REPORT = """
+import os, sys
+from pathlib import Path
+from zasgd.cli import main
+sys.argv = ["zasgd", "recipes", "digits"]
+try:
+    main()
+except SystemExit as ended:
+    fds = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
+    streams = [stream is not None for stream in (sys.stdin, sys.stdout, sys.stderr)]
+    Path(os.environ["REPORT"]).write_text(f"{ended.code} {fds} {streams} {os.get_inheritable(1)}")
+"""
+
+
+def test_no_socket_can_take_the_place_of_a_closed_standard_stream(tmp_path: Path) -> None:
+    report = tmp_path / "report"
+    environment = {**os.environ, "REPORT": str(report)}
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, REPORT]
+    subprocess.run(command, env=environment, timeout=60)
+    assert report.read_text() == f"0 {['/dev/null'] * 3} {[True] * 3} True"
