@@ -69,3 +69,16 @@ def _expect_the_end(job: Job, command: Process) -> None:
     assert command.ends(WITHIN_S) == 130, command
     job.expect_nothing_left(WITHIN_S - (time.monotonic() - pressed_at))
     assert "Traceback" not in command.stderr, command
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_closed_terminal_or_a_service_manager_interrupts_like_ctrl_c(
+    job: Job, command: Process, number: signal.Signals
+) -> None:
+    job.worker("w0", steps=3)
+    job.until(lambda: job.status().get("evaluator"), "the evaluator has joined")
+    command.send(number)
+    assert command.ends(WITHIN_S) == 128 + number, command
+    job.expect_nothing_left(WITHIN_S)
+    assert command.result()["interrupted"]
+    assert counts(model_of(job.run_dir))[0].sum() > 0

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from e2e_counting import events_of, write_recipe
+from e2e_counting import events_of, expect_each_sample_once_per_epoch, model_of, write_recipe
 from e2e_job import Job, Process
 
 
@@ -63,3 +63,25 @@ def _expect_the_folder_and_nothing_else(job: Job, command: Process) -> None:
     assert (job.run_dir / "events.jsonl").exists()
     assert (job.run_dir / "recipe.toml").exists()
     job.expect_nothing_left()
+
+
+def test_an_evaluator_that_is_killed_is_started_again_and_the_last_score_is_of_the_last_model(job: Job) -> None:
+    recipe = write_recipe(job.folder, samples=600, batch=5, epochs=2, min_step_s=0.02, workers=2, servers=1)
+    command = job.train(recipe)
+    job.worker("w0", steps=3)
+    evaluator = job.until(lambda: job.status().get("evaluator"), "the evaluator has joined")
+    os.kill(evaluator["pid"], signal.SIGKILL)
+    assert command.ends() == 0, command
+    assert "eval ended with SIGKILL, restarted (1 of 3)" in command.stderr
+    assert command.result()["model"] == "model.safetensors"
+    expect_each_sample_once_per_epoch(model_of(job.run_dir), epochs=2, torn=0)
+
+
+def test_a_broker_that_is_killed_is_named_and_not_its_last_words(job: Job) -> None:
+    command = job.train(
+        write_recipe(job.folder, samples=5000, batch=5, epochs=9, min_step_s=0.05, workers=1, servers=1)
+    )
+    job.worker("w0", steps=1)
+    os.kill(_child_of(command, "broker"), signal.SIGKILL)
+    assert command.ends() == 3, command
+    assert "error: the broker ended with SIGKILL (log: " in command.stderr

@@ -165,3 +165,11 @@ def test_an_infinite_gradient_is_refused_everywhere_and_costs_no_other_sample(jo
     assert once[1] == places[once[0]][bad_once]
     assert sorted((e["epoch"], e["batch"]) for e in refusals) == sorted([*wanted, once])
     expect_complete_epochs(job.run_dir, epochs, samples)
+
+
+def test_two_runs_that_start_at_once_do_not_fight_over_ports(job: Job) -> None:
+    recipe = write_recipe(job.folder, samples=100, batch=10, epochs=1, workers=1, servers=1)
+    commands = [job.start("train", recipe, "--json", "--run-dir", job.folder / f"run-{k}") for k in range(2)]
+    for command in commands:
+        assert command.ends() == 0, command
+        assert command.result()["samples"] == 100
