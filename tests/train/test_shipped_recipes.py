@@ -12,7 +12,6 @@ import pytest
 from zasgd.core.kernels import ShardOptimizer
 from zasgd.core.ledger import num_batches
 from zasgd.core.messages import Grant
-from zasgd.core.shard import STATS_DECAY
 from zasgd.train.datasets import DEBIAN_FASHION, read_idx
 from zasgd.train.evaluate import Evaluator
 from zasgd.train.recipe import Recipe, load_recipe, shipped_recipes
@@ -36,8 +35,7 @@ class Server:
         lr = self.recipe.schedule_spec().lr_at(self.samples, self.num_samples)
         params, out = self.values["params"], np.empty_like(self.values["params"])
         self.optimizer.apply(params, [(0, gradient.grads)], snapshot["params"], lr, out)
-        stats = self.values["stats"]
-        stats[:] = STATS_DECAY * stats + (1 - STATS_DECAY) * gradient.stats
+        self.values["stats"] += gradient.stats - snapshot["stats"]
         np.maximum(self.values["counters"], gradient.counters, out=self.values["counters"])
         self.samples += gradient.num_samples
 

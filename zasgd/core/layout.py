@@ -2,7 +2,7 @@
 
 Decides offsets, slices and group segments; never holds a value. A layout has three sections, each one flat
 vector that is cut over the shards: `params` (float32, trained), `stats` (float32 buffers such as BatchNorm's
-means, averaged) and `counters` (int64 buffers, maximum taken).
+means, moved by what a batch changed) and `counters` (int64 buffers, maximum taken).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from zasgd.core.codec import INLINE_BELOW_BYTES, Buffer, WireError
 from zasgd.core.node import BROKER, PeerId, shard_peer
 from zasgd.core.wire import HEADER_BYTES
 from zasgd.net import sockets
+from zasgd.net.frames import read, write
 from zasgd.net.relay import Relay
 
 MAX_ROUTE_FRAMES = 4
@@ -53,9 +54,9 @@ class Links(Protocol):
 
 
 def send(sock: zmq.Socket[bytes], route: Sequence[Buffer], frames: list[Buffer], dropped: Counter[str]) -> None:
-    """Send without ever blocking; frames of 64 KiB and more are not copied."""
+    """Send without ever blocking; what cannot go is counted."""
     try:
-        sock.send_multipart([*route, _EMPTY, *frames], zmq.DONTWAIT, copy=False)
+        write(sock, (*route, _EMPTY, *frames))
     except zmq.Again:
         dropped["not connected or full"] += 1
     except zmq.ZMQError as e:
@@ -67,9 +68,9 @@ def send(sock: zmq.Socket[bytes], route: Sequence[Buffer], frames: list[Buffer],
 def receive(sock: zmq.Socket[bytes], at_most: int = 64) -> Iterator[tuple[tuple[bytes, ...], list[Buffer]]]:
     """(route, frames after the delimiter) of the messages that are waiting. A malformed envelope has no frames."""
     for _ in range(at_most):
-        if not sock.get(zmq.EVENTS) & zmq.POLLIN:
+        if not sock.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             return  # asking costs a tenth of an exception
-        parts = sock.recv_multipart(zmq.DONTWAIT, copy=False)
+        parts = read(sock)
         route = []
         for i, part in enumerate(parts[: MAX_ROUTE_FRAMES + 1]):
             if not len(part):

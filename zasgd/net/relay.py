@@ -15,6 +15,7 @@ import zmq
 from zasgd.core.codec import MAX_BUFFERS
 from zasgd.core.wire import HEADER_BYTES, MAGIC
 from zasgd.net import sockets
+from zasgd.net.frames import read, write
 
 MAX_ROUTE_FRAMES = 4
 MAX_BATCH = 64
@@ -100,7 +101,7 @@ class Relay:
     def _to_shards(self, dealers: dict[int, zmq.Socket[bytes]]) -> None:
         for _ in range(MAX_BATCH):
             try:
-                frames = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
+                frames = read(self._router)
             except zmq.Again:
                 return
             dealer = dealers.get(_shard_of(frames))
@@ -108,18 +109,18 @@ class Relay:
                 self.dropped["malformed or for no shard"] += 1
                 continue
             try:
-                dealer.send_multipart(frames, zmq.DONTWAIT, copy=False)
+                write(dealer, frames)
             except zmq.Again:
                 self.dropped["shard not connected"] += 1
 
     def _to_workers(self, dealer: zmq.Socket[bytes]) -> None:
         for _ in range(MAX_BATCH):
             try:
-                frames = dealer.recv_multipart(zmq.DONTWAIT, copy=False)
+                frames = read(dealer)
             except zmq.Again:
                 return
             try:
-                self._router.send_multipart(frames, zmq.DONTWAIT, copy=False)
+                write(self._router, frames)
             except zmq.ZMQError as e:
                 if e.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                     raise

@@ -77,7 +77,7 @@ class Evaluator:
     def reestimated_scores(self, num_samples: int | None = None) -> dict[str, float]:
         """The scores with BatchNorm statistics taken afresh from the first `num_samples` training samples.
 
-        Tells whether the server's averaged buffers are as good as they should be; changes nothing.
+        Tells whether the server's buffers are as good as they should be; changes nothing.
         """
         self._flat.adopt()
         module = copy.deepcopy(self._flat.module)
