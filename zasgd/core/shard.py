@@ -48,9 +48,6 @@ from zasgd.core.rules import GroupSpec, RuleSpec
 from zasgd.core.schedule import Schedule
 from zasgd.core.snapshot import Client, Outcome, Snapshot, frozen_copy
 
-FULL_BUFFER_LAG = 4
-"""Up to this lag a worker's change to its float buffers is taken whole, beyond it in proportion: an average with
-momentum 0.1 that is corrected with a lag of 15 would oscillate (RULES: eta h < 2 sin(pi / (2 (2 tau + 1))))."""
 MAX_LAG_BUCKET = 4095
 MAX_SAMPLES_PER_PUSH = 1 << 32
 MAX_SETTLED = 1024
@@ -534,7 +531,12 @@ class Shard:
 
 
 def _buffer_weight(lag: int) -> np.float32:
-    return np.float32(min(1.0, FULL_BUFFER_LAG / max(1, lag)))
+    """How much of a worker's change to a float buffer counts.
+
+    A buffer that each batch moves by the fraction h towards its own value is stable under a lag of tau while
+    weight * h < 2 sin(pi / (2 (2 tau + 1))) (RULES T6); 1 / (1 + tau) is for every h up to 1.
+    """
+    return np.float32(1.0 / (1 + lag))
 
 
 _SERVED: dict[type[Message], Callable[[Shard, float, PeerId, Client, Any], list[Effect]]] = {
