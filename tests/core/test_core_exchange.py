@@ -133,13 +133,6 @@ def test_a_final_refusal_settles_that_shard_and_later_answers_change_nothing() -
     assert ask.refusals == {0: "NONFINITE"}
 
 
-def test_after_a_reconnect_everything_open_is_doubted_at_once() -> None:
-    ask = asked()
-    ask.on_reply(0.1, answer(0))
-    assert kinds(ask.on_reconnect(0.2)) == [("Probe", 1)]
-    assert ask.next_deadline() > 0.2
-
-
 # ---- parts ---------------------------------------------------------------------------------------------
 
 

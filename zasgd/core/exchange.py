@@ -140,12 +140,6 @@ class Exchange:
         """The earliest doubt, infinity when every shard has answered."""
         return min((leg.deadline for leg in self.legs.values() if not leg.settled), default=float("inf"))
 
-    def on_reconnect(self, now: float) -> list[Effect]:
-        """The link is new, what was under way is lost: doubt everything at once."""
-        for leg in self.legs.values():
-            leg.deadline = min(leg.deadline, now)
-        return self.on_timer(now)
-
     # ---- results ----------------------------------------------------------------------------------
 
     @property

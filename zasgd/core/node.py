@@ -176,8 +176,3 @@ class Deadlines:
         for _, _, name in due:
             del self._at[name]
         return [name for _, _, name in due]
-
-    def shift(self, by_s: float) -> None:
-        """Move every deadline later: the loop itself stood still for `by_s` seconds."""
-        for name in self._at:
-            self._at[name] += by_s
