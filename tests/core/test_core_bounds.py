@@ -36,10 +36,11 @@ from zasgd.core.messages import (
     Welcome,
 )  # fmt: skip
 from zasgd.core.node import BROKER, Effect, Send
+from zasgd.core.parameters import ShardConfig
 from zasgd.core.rules import GroupSpec, RuleSpec
 from zasgd.core.run import BrokerConfig
 from zasgd.core.schedule import Schedule
-from zasgd.core.shard import Shard, ShardConfig
+from zasgd.core.shard import Shard
 from zasgd.core.tally import numbers
 
 RUN = 3

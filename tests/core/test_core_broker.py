@@ -268,9 +268,9 @@ def test_final_pushes_complete_the_run_and_everybody_is_told_to_stop() -> None:
 def test_a_gradient_refused_twice_is_skipped_with_its_reason() -> None:
     desk, ann = opened()
     bad = desk.renews(ann, "ann", 1, upto=1).grants[0]
-    again = desk.renews(ann, "ann", 2, got=1, upto=2, refused=(Refused(bad, "nonfinite"),)).grants
+    again = desk.renews(ann, "ann", 2, got=1, upto=2, refused=(Refused(bad, "nonfinite", 1),)).grants
     assert again == (bad,)
-    desk.renews(ann, "ann", 3, got=2, upto=2, refused=(Refused(bad, "nonfinite"),))
+    desk.renews(ann, "ann", 3, got=2, upto=2, refused=(Refused(bad, "nonfinite", 2),))
     assert desk.broker.run.ledger.skipped == 10
     assert [n["reason"] for n in desk.noted("batch_refused")] == ["nonfinite", "nonfinite"]
 

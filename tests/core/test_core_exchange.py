@@ -20,9 +20,10 @@ from zasgd.core.exchange import Exchange, Piece, RoundTrip, backoff_s, covers, o
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.messages import Ack, Admit, Err, Init, Message, Observe, Params, Probe, Pull, Push, Welcome
 from zasgd.core.node import BROKER, Effect, Send, shard_peer
+from zasgd.core.parameters import ShardConfig
 from zasgd.core.rules import GroupSpec, RuleSpec
 from zasgd.core.schedule import Schedule
-from zasgd.core.shard import Shard, ShardConfig
+from zasgd.core.shard import Shard
 
 LAYOUT = Layout((TensorSpec("w", (64,)), TensorSpec("m", (32,), section="stats")))
 RUN, ME, SEQ = 9, 5, 7
@@ -200,6 +201,34 @@ def test_a_timeout_follows_the_measured_round_trip_and_the_bytes() -> None:
     assert 3.0 <= trips.timeout_s(0) < 3.1
     trips.add(9.0)
     assert trips.timeout_s(0) > 6.0
+
+
+def test_every_doubt_doubles_the_next_timeout_until_an_answer_comes_that_was_not_doubted() -> None:
+    trips = RoundTrip()
+    ask = asked(Pull, trips=trips)
+    ask.on_reply(0.0, answer(0, Params))
+    now = 0.0
+    for doubts in range(1, 7):
+        now = ask.next_deadline()
+        ask.on_timer(now)
+        assert trips.timeout_s(0) == min(30.0, 2.0**doubts)
+    ask.on_reply(now, answer(1, Params))
+    assert trips.timeout_s(0) == 30.0, "that answer may be one to any of the six"
+    asked(Pull, trips=trips).on_reply(0.1, answer(0, Params))
+    assert trips.timeout_s(0) == 1.0
+
+
+def test_a_shard_that_says_how_long_to_wait_is_not_in_doubt() -> None:
+    """A push waits for its round longer than a second: the line is as good as ever, a lost one must soon be missed."""
+    trips = RoundTrip()
+    ask = asked(trips=trips)
+    ask.on_reply(0.01, answer(0))
+    now = ask.next_deadline()
+    for _ in range(10):
+        ask.on_timer(now)
+        ask.on_error(now + 0.01, Err(shard=1, seq=SEQ, code="WAITING", retryable=True, retry_after_ms=500))
+        now = ask.next_deadline()
+    assert trips.timeout_s(0) <= 2.0
 
 
 def test_an_answer_to_a_question_that_was_doubted_measures_nothing() -> None:

@@ -43,14 +43,14 @@ def test_a_jump_over_the_whole_window_forgets_it() -> None:
 def test_only_as_many_snapshots_are_kept_as_pushes_may_be_out() -> None:
     client = Client(0, 1, num_snapshots=2)
     for version in (0, 1, 2, 2, 3):
-        client.keep(snapshot(version))
+        client.keep(snapshot(version), 0.0)
     assert list(client.snapshots) == [2, 3]
 
 
 def test_every_table_of_a_client_is_bounded() -> None:
     client = Client(0, 1, num_snapshots=1)
     for seq in range(1, 1000):
-        client.keep(snapshot(seq))
+        client.keep(snapshot(seq), 0.0)
         client.record(seq, Outcome(True, seq), Applied(seq, (Grant(0, seq, 0, 1),)))
         client.stage(seq).add(0, (np.zeros(4, np.float32),))
         client.validate()

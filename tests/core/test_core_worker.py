@@ -118,7 +118,7 @@ def computing(num_grants: int = 2, **config: Any) -> Seat:
     seat.grant(*BATCHES[:num_grants])
     seat.params(0)
     (task,) = computed(seat.params(1))
-    assert task.grant == BATCHES[0] and len(task.pieces) == 3
+    assert task.grants[0] == BATCHES[0] and len(task.pieces) == 3
     return seat
 
 
@@ -133,7 +133,7 @@ def test_it_says_hello_until_it_is_welcome_then_dials_and_asks_for_batches() -> 
     effects = seat.broker(welcome(b"t\x01"))
     assert [e.endpoint for e in effects if isinstance(e, Dial)] == ["tcp://*:7471", "tcp://*:7471"]
     (renewal,) = sent(effects, Renew)
-    assert (renewal.got, renewal.upto) == (0, 2), "two batches while its pace is unknown"
+    assert (renewal.got, renewal.upto) == (0, 1), "one batch while its pace is unknown"
 
 
 def test_direct_workers_dial_the_shards_themselves() -> None:
@@ -194,7 +194,7 @@ def test_a_step_pulls_computes_pushes_to_every_shard_and_goes_on_with_what_comes
     ]
     seat.params(1, 8, Ack, lag=4)
     (task,) = computed(seat.params(0, 1, Ack, lag=2))
-    assert task.grant == BATCHES[1]
+    assert task.grants[0] == BATCHES[1]
     assert {values.flat[0] for section, _, values in task.pieces if section == "params"} == {1.0, 8.0}
     assert (seat.worker.steps, seat.worker.lags) == (1, {0: 2, 1: 4})
 
@@ -203,8 +203,9 @@ def test_what_all_shards_acknowledged_is_reported_until_the_broker_has_it() -> N
     seat = computing()
     seat.done()
     seat.params(0, 1, Ack)
-    first = sent(seat.params(1, 1, Ack), Renew)
-    assert [p.grants for m in first for p in m.final] == [(BATCHES[0],)]
+    seat.params(1, 1, Ack)
+    first, *_ = sent(seat.until(seat.now + 3.0), Renew)
+    assert [p.grants for p in first.final] == [(BATCHES[0],)]
     again = sent(seat.until(seat.now + 4.0), Renew)
     assert again and all([p.grants for p in m.final] == [(BATCHES[0],)] for m in again)
     seat.grant(seq=seat.renewals)
@@ -227,7 +228,7 @@ def test_a_gradient_that_is_not_finite_reaches_no_shard_and_is_reported() -> Non
     effects = seat.done(finite=False)
     assert sent(effects, Push) == []
     assert [n.event for n in effects if isinstance(n, Note)] == ["gradient_refused"]
-    assert computed(effects)[0].grant == BATCHES[1], "the parameters are as good as before"
+    assert computed(effects)[0].grants[0] == BATCHES[1], "the parameters are as good as before"
     reported = [r for m in sent(seat.until(seat.now + 3.0), Renew) for r in m.refused]
     assert {(r.grant, r.reason) for r in reported} == {(BATCHES[0], "nonfinite")}
 
@@ -250,6 +251,19 @@ def test_the_result_of_a_former_task_is_nobodys_gradient() -> None:
     assert seat.worker.phase is Phase.JOINING
     found = Gradient(np.ones(64, np.float32), np.ones(16, np.float32), np.empty(0, np.int64), 10, 0.5, True)
     assert seat.take(seat.worker.on_done(seat.now, Computed(stale, found))) == []
+
+
+@pytest.mark.parametrize(("step_s", "ahead"), [(0.004, 32), (0.05, 10), (0.3, 2), (2.0, 1)])
+def test_a_worker_holds_half_a_second_of_work_in_reserve_and_a_slow_one_a_single_batch(
+    step_s: float, ahead: int
+) -> None:
+    seat = computing(1)
+    seat.grant()
+    seat.now += step_s
+    seat.done()
+    seat.params(0, 1, Ack)
+    (renewal,) = sent(seat.params(1, 1, Ack), Renew)
+    assert renewal.upto - renewal.got == ahead
 
 
 def test_a_paced_worker_waits_without_pulling_again() -> None:

@@ -88,25 +88,34 @@ def test_tensors_are_aligned_and_do_not_overlap(layout: Layout) -> None:
 
 
 @given(layouts, st.integers(1, 9))
-def test_segments_cover_every_slice_and_name_the_group_of_every_element(layout: Layout, num_shards: int) -> None:
-    group_of = {}
-    for t in layout.of_section("params"):
-        group_of |= dict.fromkeys(range(layout.offsets[t.name], layout.offsets[t.name] + t.num_elements), t.group)
+def test_segments_cover_every_slice_and_name_the_tensor_of_every_element(layout: Layout, num_shards: int) -> None:
+    tensors = layout.of_section("params")
+    owner: dict[int, int] = {}
+    for i, t in enumerate(tensors):
+        owner |= dict.fromkeys(range(layout.offsets[t.name], layout.offsets[t.name] + t.num_elements), i)
     for part in layout.slices("params", num_shards):
         segments = layout.segments(part)
         assert [s.start for s in segments] == [0, *(s.stop for s in segments)][: len(segments)]
         assert (segments[-1].stop if segments else 0) == part.size
-        assert all(a.group != b.group for a, b in itertools.pairwise(segments))
+        assert all(a.tensor < b.tensor for a, b in itertools.pairwise(segments))
         for segment in segments:
+            assert segment.start < segment.stop and segment.group == tensors[segment.tensor].group
             for i in range(segment.start, segment.stop):
-                assert group_of.get(part.start + i, segment.group) == segment.group
+                assert owner.get(part.start + i, segment.tensor) == segment.tensor
 
 
 def test_a_tensor_that_straddles_shards_is_in_the_segments_of_each() -> None:
     layout = Layout((TensorSpec("a", (16,)), TensorSpec("b", (32,), group=1), TensorSpec("c", (16,))))
     first, second = (layout.segments(part) for part in layout.slices("params", 2))
-    assert first == ((0, 16, 0), (16, 32, 1))
-    assert second == ((0, 16, 1), (16, 32, 0))
+    assert first == ((0, 16, 0, 0), (16, 32, 1, 1))
+    assert second == ((0, 16, 1, 1), (16, 32, 0, 2))
+
+
+def test_tensors_are_counted_within_the_parameters_also_those_without_elements() -> None:
+    sizes = {"a": (3,), "empty": (0,), "b": (20,)}
+    specs = [TensorSpec(name, shape, group=i) for i, (name, shape) in enumerate(sizes.items())]
+    layout = Layout((TensorSpec("mean", (5,), section="stats"), *specs))
+    assert layout.segments(layout.slices("params", 1)[0]) == ((0, 16, 0, 0), (16, 48, 2, 2))
 
 
 def test_a_model_of_one_cache_line_lies_on_the_first_of_four_shards() -> None:

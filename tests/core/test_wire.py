@@ -26,6 +26,7 @@ from zasgd.core.messages import (
     Ack,
     Applied,
     Array,
+    Decision,
     Done,
     Err,
     Evaluate,
@@ -40,6 +41,7 @@ from zasgd.core.messages import (
     Probe,
     Pull,
     Push,
+    PushId,
     Refused,
     Renew,
     Result,
@@ -149,6 +151,7 @@ layouts = st.builds(
         unique_by=lambda t: t.name,
     ),
 )
+push_ids = st.lists(st.builds(PushId, counting, counting), max_size=4).map(tuple)
 by_type: dict[Any, st.SearchStrategy[Any]] = {
     str: st.text(max_size=100),
     int: counting,
@@ -159,7 +162,8 @@ by_type: dict[Any, st.SearchStrategy[Any]] = {
     tuple[int, ...]: st.lists(counting, max_size=4).map(tuple),
     tuple[Grant, ...]: st.lists(grants, max_size=4).map(tuple),
     tuple[Applied, ...]: st.lists(st.builds(Applied, counting, st.lists(grants, max_size=3).map(tuple))).map(tuple),
-    tuple[Refused, ...]: st.lists(st.builds(Refused, grants, st.text(max_size=20)), max_size=4).map(tuple),
+    tuple[Refused, ...]: st.lists(st.builds(Refused, grants, st.text(max_size=20), counting), max_size=4).map(tuple),
+    tuple[Decision, ...]: st.lists(st.builds(Decision, push_ids, push_ids), max_size=4).map(tuple),
     tuple[Array, ...]: st.lists(bits("<f4"), max_size=4).map(tuple),
     dict[str, Any]: st.dictionaries(st.text(max_size=20), plain, max_size=5),
     Layout: layouts,
@@ -215,8 +219,9 @@ def example(kind: int) -> Message:
         tuple[str, ...]: ("tcp://127.0.0.1:7472",), tuple[int, ...]: (1, 300),
         tuple[Grant, ...]: (Grant(0, 1, 32, 64), Grant(1, 0, 0, 32)),
         tuple[Applied, ...]: (Applied(9, (Grant(0, 1, 32, 64),)),),
-        tuple[Refused, ...]: (Refused(Grant(0, 2, 64, 96), "nonfinite"),),
+        tuple[Refused, ...]: (Refused(Grant(0, 2, 64, 96), "nonfinite", 7),),
         tuple[Array, ...]: (np.array([0.5, -1], np.float32), np.arange(1024, dtype=np.float32)),
+        float | None: 0.25, tuple[Decision, ...]: (Decision((PushId(1, 9), PushId(2, 4)), (PushId(3, 1),)),),
         dict[str, Any]: {"a": 1, "b": [2.5, None, "c"]}, dict[str, Any] | None: {"lr": 0.1},
         Layout | None: Layout((TensorSpec("w", (2, 3)), TensorSpec("n", (), "int64", "counters"))),
     }  # fmt: skip

@@ -23,10 +23,11 @@ from zasgd.core.broker import Broker
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.messages import Ack, Bye, Done, Err, Hello, Init, Message, Params, Pull, Push, Renew, Welcome
 from zasgd.core.node import Compute, Computed, Effect, Note, PeerId, Save, Stop
+from zasgd.core.parameters import ShardConfig
 from zasgd.core.rules import GroupSpec, RuleSpec
 from zasgd.core.run import BrokerConfig
 from zasgd.core.schedule import Schedule
-from zasgd.core.shard import Shard, ShardConfig
+from zasgd.core.shard import Shard
 from zasgd.core.worker import Gradient, GradientTask, Worker, WorkerConfig
 from zasgd.net import sockets
 from zasgd.net.links import BrokerLinks, MemberLinks, ShardLinks
@@ -270,7 +271,7 @@ class RunningWorker:
 def ones(size: int, task: GradientTask, value: float = 1.0) -> Gradient:
     """The gradient whose every element is `value`."""
     no_stats, no_counters = np.empty(0, np.float32), np.empty(0, np.int64)
-    return Gradient(np.full(size, value, np.float32), no_stats, no_counters, task.grant.num_samples, 1.0, True)
+    return Gradient(np.full(size, value, np.float32), no_stats, no_counters, task.grants[0].num_samples, 1.0, True)
 
 
 def bound_port(sock: Any) -> int:

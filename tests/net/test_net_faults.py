@@ -35,7 +35,7 @@ SIZE = SMALL.sizes["params"]
 
 
 def memory(field: str) -> int:
-    """Bytes: VmSize or VmRSS of this process."""
+    """Bytes: VmPeak or VmRSS of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -59,13 +59,13 @@ def test_a_frame_that_is_only_announced_reserves_nothing() -> None:
     with Rig() as rig:
         shard_port = sockets.split_address(rig.shard(0).address)[1]
         Stepper(rig).leave()  # every thread has done its work once
-        before = memory("VmSize")
+        before = memory("VmPeak")
         for port in (rig.port, rig.relay.port, shard_port):
             for size in (2 * 1024 * MIB, sockets.MAX_INLINE_MESSAGE_BYTES + 1, (1 << 63) - 1):
                 raw = RawZmtp(port)
                 raw.sock.sendall(raw.start_of(size, more=False) + bytes(1000))
                 assert raw.closed_by_peer()
-        assert memory("VmSize") - before < 64 * MIB
+        assert memory("VmPeak") - before < 256 * MIB, "glibc may give a thread or two an arena of 64 MiB meanwhile"
         rig.worker()
         exactly_once(rig, 8)
 
@@ -193,7 +193,7 @@ def cutting(rig: Rig, when: dict[int, Callable[[], None]]) -> Callable[[Any], An
     """A gradient that does something to the links at certain batches, once each."""
 
     def gradient(task: Any) -> Any:
-        when.pop(task.grant.batch, lambda: None)()
+        when.pop(task.grants[0].batch, lambda: None)()
         return ones(SIZE, task)
 
     return gradient
@@ -246,7 +246,7 @@ def test_a_second_worker_of_one_name_takes_over_and_the_first_is_told() -> None:
         second: queue.SimpleQueue[RunningWorker] = queue.SimpleQueue()
 
         def gradient(task: Any) -> Any:
-            if task.grant.batch == 2:
+            if task.grants[0].batch == 2:
                 second.put(rig.worker(name="x"))
                 until(lambda: len(rig.events("worker_joined")) == 2, what="the second's welcome")
             return ones(SIZE, task)
@@ -268,7 +268,7 @@ def test_a_name_comes_back_at_once_after_a_kill() -> None:
         killed = threading.Event()
 
         def gradient(task: Any) -> Any:
-            if task.grant.batch < 2:
+            if task.grants[0].batch < 2:
                 return ones(SIZE, task)
             killed.set()
             raise SystemExit("killed")  # the thread ends here, with its sockets open and nothing said
@@ -286,7 +286,7 @@ def test_a_fenced_worker_begins_another_life_and_no_batch_is_lost_or_repeated() 
     with Rig() as rig:
 
         def gradient(task: Any) -> Any:
-            if task.grant.batch == 3 and worker.node.num_lives == 1:
+            if task.grants[0].batch == 3 and worker.node.num_lives == 1:
                 with Client(rig.address) as client:
                     client.expel("here", 4711, "the test says so", 10)
                 until(lambda: rig.events("worker_lost"))
@@ -381,7 +381,7 @@ def test_memory_is_flat_over_many_pushes(pushes: int) -> None:
     gradient_of = np.zeros(2 * MIB, np.float32)
 
     def gradient(task: Any) -> Any:
-        if task.grant.batch in (pushes // 4, pushes - 1):
+        if task.grants[0].batch in (pushes // 4, pushes - 1):
             gc.collect()
             marks.append(memory("VmRSS"))
         done = ones(1, task)

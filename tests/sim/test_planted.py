@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from zasgd.core import broker, shard
+from zasgd.core import broker
 from zasgd.core.broker import Broker
 from zasgd.core.exchange import Exchange
 from zasgd.core.messages import Ack, Admit, Fence, Fenced, Kind, Message, Params, Push
 from zasgd.core.node import BROKER, Effect, InvariantError, PeerId, Send
+from zasgd.core.parameters import Committed
+from zasgd.core.rounds import Waiting
 from zasgd.core.shard import Shard
 from zasgd.core.snapshot import Client, SeqWindow
 from zasgd.sim.cluster import Cluster, Plan
@@ -93,25 +95,24 @@ def test_a_shard_without_fencing_is_found() -> None:
 
 
 class HastyShard(Shard):
-    """Acknowledges a push when it arrives and applies it with its next event."""
+    """Acknowledges a push when it arrives and applies it when its timer next fires."""
 
-    waiting: tuple[Any, ...] | None = None
+    put_off: Committed | None = None
 
-    def _push(self, now: float, peer: PeerId, client: Client, msg: Message) -> list[Effect]:
-        self.waiting = (peer, client, msg)
-        sent = replace(self._snapshot(), version=self.version + 1)
-        return self._reply(Ack, peer, msg, sent, lag=0)
+    def _apply(self, now: float, client: Client, waiting: Waiting) -> list[Effect]:
+        self.put_off = waiting.committed
+        sent = replace(self._values.snapshot(), version=self.version + 1)
+        return self._acknowledge(now, client, waiting, sent, 0)
 
     def on_timer(self, now: float) -> list[Effect]:
-        if self.waiting is not None:
-            (peer, client, msg), self.waiting = self.waiting, None
-            super()._push(now, peer, client, msg)
+        if self.put_off is not None:
+            self._values.apply(self.put_off)
+            self.put_off = None
         return super().on_timer(now)
 
 
-def test_a_shard_that_acknowledges_before_it_applies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_acknowledges_before_it_applies_is_found() -> None:
     tell(PLAN, Faults())
-    monkeypatch.setitem(shard._SERVED, Push, HastyShard._push)
     with pytest.raises(Violation, match="before it applied it"):
         tell(replace(PLAN, shard=HastyShard), Faults())
 
@@ -202,7 +203,7 @@ class TodaysWeights(Shard):
     def _repeat(self, peer: PeerId, client: Client, msg: Message) -> list[Effect]:
         outcome = client.outcomes.get(msg.seq)
         if isinstance(msg, Push) and outcome is not None:
-            return self._reply(Ack, peer, msg, replace(self._snapshot(), version=outcome.version), outcome.lag)
+            return self._reply(Ack, peer, msg, replace(self._values.snapshot(), version=outcome.version), outcome.lag)
         return super()._repeat(peer, client, msg)
 
 

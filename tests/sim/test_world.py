@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from zasgd.core.messages import Done, Err, Kind, Message
+from zasgd.core import wire
+from zasgd.core.messages import Done, Err, Kind, Message, Push
 from zasgd.core.node import (
     BROKER,
     Compute,
@@ -23,6 +25,7 @@ from zasgd.core.node import (
     InvariantError,
     Note,
     PeerId,
+    Record,
     Save,
     Send,
     Stop,
@@ -177,14 +180,16 @@ def test_a_signal_runs_the_shells_call_and_its_effects() -> None:
     assert world.node("broker").texts == ["SIGTERM at 1.0"]
 
 
-def test_notes_and_files_are_kept_and_stop_ends_the_process_after_its_last_words() -> None:
+def test_notes_files_and_records_are_kept_and_stop_ends_the_process_after_its_last_words() -> None:
     world = world_of()
     world.add("broker", toy())
-    last = [Note("finished", {"steps": 3}), Save("model", b"w"), say("bye"), Stop("complete", 0)]
+    rows: list[Effect] = [Record(("push", 1)), Record(("push", 2))]
+    last = [Note("finished", {"steps": 3}), Save("model", b"w"), *rows, say("bye"), Stop("complete", 0)]
     world.add("worker", toy(starts_with=last, every_s=1.0))
     world.run(10.0)
     assert world.noted("finished")[0].fields == {"steps": 3}
     assert world.saved["worker", "model"] == b"w"
+    assert world.records["worker"] == [("push", 1), ("push", 2)]
     assert world.node("broker").texts == ["bye"]
     assert world.stopped("worker") and not world.stopped("broker")
     assert world.node("worker").ticks == []
@@ -301,6 +306,72 @@ def test_scattered_kills_are_the_same_for_the_same_seed() -> None:
     assert all(10.0 <= (k.at_s or 0) <= 100.0 for k in kills)
 
 
+# ---- what the network costs ----------------------------------------------------------------------------
+
+LINE = Link(latency_s=0.5, jitter_s=0.0, bytes_per_s=1000.0)
+"""500 bytes hold a server's line for half a second."""
+
+
+def network_of(*servers: str, link: Link = LINE, faults: Faults | None = None) -> Network:
+    network = Network(random.Random(1), link, faults or Faults())
+    for server in servers:
+        network.serve(server)
+    return network
+
+
+def test_messages_to_one_server_at_once_pass_its_line_one_after_another() -> None:
+    network = network_of("shard-0")
+    found = [network.arrivals(10.0, f"worker-{i}", "shard-0", Kind.PUSH, 500) for i in range(4)]
+    assert found == [[11.0], [11.5], [12.0], [12.5]]
+    assert network.arrivals(20.0, "worker-0", "shard-0", Kind.PUSH, 1000) == [21.5], "idle again, no debt"
+
+
+def test_two_servers_and_two_directions_share_nothing() -> None:
+    network = network_of("shard-0", "shard-1")
+    for _ in range(3):
+        network.arrivals(0.0, "worker-0", "shard-0", Kind.PUSH, 500)
+    assert network.arrivals(0.0, "worker-0", "shard-1", Kind.PUSH, 500) == [1.0]
+    assert network.arrivals(0.0, "shard-0", "worker-1", Kind.ACK, 500) == [1.0]
+    assert network.arrivals(0.0, "shard-0", "worker-2", Kind.ACK, 500) == [1.5]
+
+
+def test_control_messages_and_peers_that_are_no_servers_pay_the_latency_alone() -> None:
+    network = network_of("shard-0")
+    for _ in range(10):
+        network.arrivals(0.0, "worker-0", "shard-0", Kind.PUSH, 5000)
+    assert network.arrivals(0.0, "broker", "shard-0", Kind.FENCE, 200) == [0.5]
+    assert network.arrivals(0.0, "shard-0", "broker", Kind.RENEW, 200) == [0.5]
+    assert network.arrivals(0.0, "worker-1", "broker", Kind.PUSH, 5000) == [0.5]
+    [after] = network.arrivals(0.0, "worker-0", "shard-0", Kind.PROBE, 48)
+    assert after == 50.5, "but nothing overtakes within one connection"
+
+
+def test_a_line_without_a_limit_takes_no_time_and_a_lost_message_has_held_its_line() -> None:
+    free = network_of("shard-0", link=EXACT)
+    assert [free.arrivals(0.0, f"{i}", "shard-0", Kind.PUSH, 10**9) for i in range(2)] == [[0.01], [0.01]]
+    network = network_of("shard-0", faults=Faults(tampers=(Tamper(Kind.PUSH, lose=True),)))
+    assert network.arrivals(0.0, "worker-0", "shard-0", Kind.PUSH, 500) == []
+    assert network.arrivals(0.0, "worker-1", "shard-0", Kind.PUSH, 500) == [1.5]
+
+
+def test_a_world_charges_the_encoded_size_to_those_that_serve() -> None:
+    gradient = Push(layout_hash="", grads=(np.zeros(1000, np.float32),), commit=True)
+    size = sum(len(frame) for frame in wire.encode(gradient))
+    world = World(7, link=LINE)
+    world.add("broker", toy(), serves=True)
+    for name in ("a", "b"):
+        world.add(name, toy(starts_with=[Send(BROKER, gradient)]))
+    world.run(60.0)
+    assert size > 4000
+    assert [at for at, _, _ in world.node("broker").heard] == pytest.approx([0.5 + n * size / 1000.0 for n in (1, 2)])
+
+
+def test_a_round_trip_over_an_idle_line_takes_what_the_link_says() -> None:
+    link = Link(0.2, 0.1, bytes_per_s=1000.0)
+    assert link.round_trip_s(500.0) == pytest.approx(2 * (0.25 + 0.5))
+    assert Link(0.2, 0.0).round_trip_s(500.0) == pytest.approx(0.4)
+
+
 # ---- what the world refuses --------------------------------------------------------------------------
 
 
@@ -342,6 +413,20 @@ def test_a_watch_sees_every_event_and_may_object() -> None:
         world.run(1.0)
 
 
+def test_a_world_that_is_told_to_validate_less_often_finds_it_later_or_never() -> None:
+    for every, found_at in ((4, 4.0), (0, None)):
+        world = world_of(validate_every=every)
+        world.add("toy", toy(every_s=1.0))
+        world.at(0.5, lambda world=world: setattr(world.node("toy"), "broken", True))
+        if found_at is None:
+            world.run(9.5)
+            assert len(world.node("toy").ticks) == 9
+        else:
+            with pytest.raises(Violation, match="is broken"):
+                world.run(9.5)
+            assert world.now == pytest.approx(found_at)
+
+
 # ---- sameness ----------------------------------------------------------------------------------------
 
 
@@ -373,6 +458,20 @@ def digest_in_a_new_process(module: str, call: str, hash_seed: int) -> str:
 def test_the_same_seed_gives_the_same_trace_and_another_seed_does_not() -> None:
     assert stormy_digest(1) == stormy_digest(1)
     assert stormy_digest(1) != stormy_digest(2)
+
+
+def test_a_trace_that_is_not_wanted_holds_nothing_and_changes_nothing() -> None:
+    runs = []
+    for traced in (True, False):
+        world = World(5, faults=Faults(drop=0.1, duplicate=0.2), traced=traced)
+        world.add("broker", toy(answer=echo))
+        world.add("worker", toy(starts_with=[say("a"), Note("asked")], every_s=0.5, answer=echo))
+        world.run(20.0)
+        runs.append(world)
+    seen, unseen = runs
+    assert unseen.trace.digest() == "" and not unseen.trace.counts and not unseen.trace.tail
+    assert seen.trace.digest() != "" and seen.trace.counts["note"] == 1
+    assert [at for at, _, _ in seen.node("worker").heard] == [at for at, _, _ in unseen.node("worker").heard]
 
 
 def test_the_trace_does_not_depend_on_string_hashing() -> None:

@@ -288,6 +288,59 @@ def test_a_parameter_that_user_code_wrote_in_place_is_named():
         flat.gradient()
 
 
+def test_the_tensors_without_gradient_are_told_and_a_frozen_one_is_none_of_them():
+    flat = FlatModule(Mixed())
+    flat.module().backward()
+    absent = flat.gradient().absent
+    names = [t.name for t in flat.layout.of_section("params")]
+    assert [names[i] for i in absent] == ["unused"]
+    bits = np.unpackbits(np.frombuffer(flat.presence(absent), np.uint8), bitorder="little")
+    assert bits.tolist() == [name != "unused" for name in names] + [0]
+    assert flat.presence(frozenset()) == b""
+
+
+# ---- local steps -----------------------------------------------------------------------------------------------
+
+
+def test_the_gradients_are_clipped_in_place_as_the_collected_one_is():
+    flat, collected = FlatModule(Mixed()), FlatModule(Mixed())
+    for each in (flat, collected):
+        each.module().backward()
+    assert flat.clip(0.5)
+    kept = flat.gradient().grads
+    np.testing.assert_allclose(kept, collected.gradient(clip_norm=0.5).grads, rtol=1e-2)  # one tensor is of 16 bits
+    assert np.linalg.norm(kept) == pytest.approx(0.5, rel=1e-3)
+    assert flat.clip(0)
+    np.testing.assert_array_equal(flat.gradient().grads, kept)
+    flat.module.scale.grad.fill_(torch.nan)
+    assert not flat.clip(0.5)
+
+
+def test_an_optimizer_may_step_and_what_was_loaded_comes_back():
+    flat = FlatModule(small_net())
+    loaded = flat.initial()["params"]
+    optimizer = torch.optim.SGD((p for _, p in flat.trained().values()), lr=0.1)
+    for _ in range(2):
+        backward(flat)
+        assert flat.clip(1.0)
+        flat.step_with(optimizer)
+    assert not np.array_equal(flat.params(), loaded)
+    backward(flat)
+    assert flat.gradient().finite
+    flat.load("params", 0, loaded)
+    flat.adopt()
+    np.testing.assert_array_equal(flat.params(), loaded)
+
+
+def test_a_write_beside_the_optimizers_is_named():
+    flat = FlatModule(small_net())
+    backward(flat)
+    with torch.no_grad():
+        flat.module[4].bias.clamp_(0)
+    with pytest.raises(ForeignWriteError, match=r"parameter 4\.bias was written in place"):
+        flat.clip(1.0)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_same_values_go_in_and_the_same_gradient_comes_out():
     flat, plain = FlatModule(Mixed().cuda()), FlatModule(Mixed())

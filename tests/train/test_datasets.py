@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from zasgd.core.ledger import permutation
 from zasgd.train import DataError, datasets
 from zasgd.train.datasets import DEBIAN_FASHION, digits, fashion_mnist, in_order, read_idx, take
 
@@ -75,6 +76,33 @@ def test_the_real_images_are_normalised_to_mean_0_and_deviation_1():
     assert abs(float(inputs.mean())) < 1e-3
     assert abs(float(inputs.std()) - 1) < 1e-3
     assert labels.bincount().tolist() == [6000] * 10
+
+
+def test_a_limit_keeps_the_first_of_an_order_that_the_split_seed_alone_decides(folder):
+    whole, _ = fashion_mnist(str(folder))
+    few, test = fashion_mnist(str(folder), train_limit=4, test_limit=3)
+    assert (len(few), len(test)) == (4, 3)
+    order = permutation(6, 0, 0)[:4]
+    assert few.labels.tolist() == whole.labels[order].tolist() != [0, 1, 2, 3]
+    assert torch.equal(few.images, whole.images[order])
+    assert fashion_mnist(str(folder), train_limit=2)[0].labels.tolist() == few.labels[:2].tolist()
+    seeds = [fashion_mnist(str(folder), train_limit=4, split_seed=seed)[0].labels.tolist() for seed in range(4)]
+    assert len({tuple(labels) for labels in seeds}) > 1
+
+
+def test_limited_digits_are_the_first_of_all_of_them():
+    whole, few = digits(), digits(train_limit=100, test_limit=7)
+    for all_of_it, part, count in zip(whole, few, (100, 7), strict=True):
+        assert len(part) == count
+        assert all(torch.equal(p, a[:count]) for p, a in zip(part.tensors, all_of_it.tensors, strict=True))
+
+
+@pytest.mark.parametrize("limit", [-1, 7, 2.0, True, "many"])
+def test_a_limit_that_cannot_be_is_named_with_what_can(folder, limit):
+    with pytest.raises(DataError, match=r"data\.args\.train_limit is .*, but should be 0 for all or a number up to 6"):
+        fashion_mnist(str(folder), train_limit=limit)
+    with pytest.raises(DataError, match=r"data\.args\.test_limit is 501, but should be .* up to 500"):
+        digits(test_limit=501)
 
 
 def test_a_folder_without_the_files_is_named(tmp_path):

@@ -10,8 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from zasgd.core.messages import Grant
 from zasgd.train.datasets import digits
-from zasgd.train.evaluate import BEST, LAST, Evaluator
+from zasgd.train.evaluate import BEST, LAST, Evaluator, Scorer
 from zasgd.train.export import plain_state_dict, read_model, write_model
 from zasgd.train.models import mlp
 from zasgd.train.recipe import load_recipe
@@ -73,6 +74,46 @@ def test_an_interrupted_run_is_saved_without_being_scored(evaluator, tmp_path):
     with safe_open(tmp_path / LAST, "pt") as file:
         assert file.metadata()["interrupted"] == "true"
     assert not (tmp_path / BEST).exists()
+
+
+def test_given_vectors_are_scored_on_both_parts_of_the_data_without_a_run_folder():
+    trainer = Trainer(load_recipe("digits", ["train.seed=7"]))
+    scorer = Scorer(load_recipe("digits"), trainer.workload)
+    found = scorer.scores(trainer.initial())
+    torch.manual_seed(7)
+    net, (train, test) = mlp(), digits()
+    for part, data in (("train", train), ("test", test)):
+        inputs, targets = data.tensors
+        expected = nn.functional.cross_entropy(net(inputs), targets).item()
+        assert found[f"{part}_loss"] == pytest.approx(expected, rel=1e-6)
+    assert found["test_accuracy"] == int((net(inputs).argmax(1) == targets).sum()) / 500
+    inputs, targets = train.tensors
+    expected = nn.functional.cross_entropy(net(inputs[:100]), targets[:100]).item()
+    assert scorer.scores(trainer.initial(), at_most=100)["train_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_scoring_leaves_the_trainers_own_model_alone():
+    trainer = Trainer(load_recipe("digits"))
+    before = trainer.gradient([Grant(0, 0, 0, 16)], 0).grads
+    zeros = {section: np.zeros_like(vector) for section, vector in trainer.initial().items()}
+    Scorer(trainer.recipe, trainer.workload).scores(zeros, reestimate=100)
+    np.testing.assert_array_equal(trainer.gradient([Grant(0, 0, 0, 16)], 0).grads, before)
+
+
+def test_batchnorm_is_re_estimated_where_it_is_and_nothing_is_where_it_is_not(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "data"))
+    own = ["model=user_recipe:batch_normed", "data=user_recipe:noisy", "train.loss=mse"]
+    trainer = Trainer(load_recipe("digits", own))
+    scorer, vectors = Scorer(trainer.recipe, trainer.workload), trainer.initial()
+    vectors["stats"] += 1  # else it would be what an estimate begins with
+    as_given, afresh = scorer.scores(vectors), scorer.scores(vectors, reestimate=37)
+    assert as_given["test_loss"] != afresh["test_loss"]
+    assert as_given != scorer.scores(trainer.initial())
+    assert scorer.scores(vectors, reestimate=37) == afresh != scorer.scores(vectors, reestimate=5)
+    assert scorer.scores(vectors) == as_given
+    without = Trainer(load_recipe("digits", ["model.args.dropout=0.5"]))
+    plain = Scorer(without.recipe, without.workload)
+    assert plain.scores(without.initial(), reestimate=100) == plain.scores(without.initial())
 
 
 def test_a_regression_has_a_loss_and_no_accuracy(tmp_path, monkeypatch):

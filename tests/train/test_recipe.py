@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from zasgd.core.rules import RuleSpec
+from zasgd.core.rules import RULES, GroupSpec, RuleSpec
 from zasgd.train.recipe import (
     DECAYED,
     FROZEN,
@@ -18,6 +21,8 @@ from zasgd.train.recipe import (
     SHIPPED_MODELS,
     Recipe,
     RecipeError,
+    RuleTable,
+    _known_keys,
     load_recipe,
     shipped_recipes,
 )
@@ -102,7 +107,8 @@ def test_naming_another_factory_drops_the_arguments_of_the_old_one():
 
 def test_json_and_toml_give_back_an_equal_recipe(write):
     awkward = 'model.args={ path = "C:\\\\x \\u007f \\"é\\"", sizes = [[1, 2], []], rate = 1e-7, on = true }'
-    recipe = load_recipe("digits", [awkward, "rule.lam=0.5", "train.seed=9007199254740993"])
+    rule = ["rule.lam=0.5", "rule.name=dc-asgd-c+da", "rule.lag_policy=block", "rule.max_lag=3", "rule.guard=true"]
+    recipe = load_recipe("digits", [awkward, *rule, "optimizer.eps=1e-7", "train.seed=9007199254740993"])
     assert Recipe.from_json(recipe.to_json()) == recipe
     assert load_recipe(write("resolved.toml", recipe.to_toml())) == recipe
 
@@ -116,6 +122,8 @@ def test_a_recipe_that_did_not_come_from_a_recipe_is_refused(text):
 def test_the_core_gets_its_own_types():
     recipe = load_recipe("digits", ["optimizer.momentum=0.9", "optimizer.nesterov=true", "rule.lam=1.5"])
     assert recipe.rule_spec() == RuleSpec("dc-asgd-a", 1.5, 0.95)
+    staged = load_recipe("digits", ["rule.name=asgd", "rule.compensate=constant", "rule.lam=1", "rule.max_lag=7"])
+    assert staged.rule_spec() == RuleSpec("asgd", 1.0, compensate="constant", max_lag=7)
     schedule = recipe.schedule_spec()
     assert (schedule.lr, schedule.epochs, schedule.kind) == (recipe.optimizer.lr, recipe.train.epochs, "step")
     groups = recipe.group_specs()
@@ -123,6 +131,47 @@ def test_the_core_gets_its_own_types():
     assert groups[DECAYED].weight_decay == recipe.optimizer.weight_decay > 0
     assert (groups[NO_DECAY].momentum, groups[NO_DECAY].weight_decay) == (0.9, 0.0)
     assert (groups[FROZEN].lr_scale, groups[FROZEN].weight_decay) == (0.0, 0.0)
+
+
+def test_a_rule_has_the_keys_and_defaults_of_the_cores_and_absent_ones_are_as_the_name_says():
+    assert list(RuleTable.model_fields) == [f.name for f in fields(RuleSpec)]
+    assert {k: f.default for k, f in RuleTable.model_fields.items()} == {f.name: f.default for f in fields(RuleSpec)}
+    for name in (*RULES, "dana+ga", "dc-asgd-a+da"):
+        momentum = 0.9 if "dana" in name else 0.0
+        recipe = load_recipe("digits", [f'rule={{name = "{name}"}}', "rule.lam=0.25", f"optimizer.momentum={momentum}"])
+        assert recipe.rule_spec() == RuleSpec(name, 0.25)
+
+
+def test_adamw_has_its_constants_in_both_trained_groups_and_a_frozen_parameter_nothing():
+    adamw = ["optimizer.algorithm=adamw", "optimizer.beta1=0.8", "optimizer.beta2=0.99", "optimizer.eps=1e-6"]
+    groups = load_recipe("digits", adamw).group_specs()
+    expected = GroupSpec(weight_decay=1e-4, algorithm="adamw", beta1=0.8, beta2=0.99, eps=1e-6)
+    assert groups == (expected, replace(expected, weight_decay=0.0), GroupSpec(lr_scale=0.0))
+
+
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "recipes.md"
+
+
+def documented() -> dict[str, str]:
+    """Key -> what its row says of the default, of all tables in docs/recipes.md; `a.b`, `.c` in one row are two."""
+    found = {}
+    for keys, default in re.findall(r"^\| (`.*?) \| (.*?) *\|", DOCUMENTED.read_text(encoding="utf-8"), re.MULTILINE):
+        names = re.findall(r"`([^`]*)`", keys)
+        table = names[0].partition(".")[0]
+        found |= {table + name if name.startswith(".") else name: default.strip("`") for name in names}
+    return found
+
+
+def test_every_key_is_documented():
+    assert documented().keys() == {key for key in _known_keys() if "." in key}
+
+
+@pytest.mark.parametrize("table", ["rule", "optimizer"])
+def test_the_documented_defaults_are_those_of_the_schema(table):
+    said = documented()
+    for name, field in Recipe.model_fields[table].annotation.model_fields.items():
+        default = "required" if field.is_required() else json.dumps(field.default).strip('"')
+        assert said[f"{table}.{name}"] == default.replace("null", "as the name says"), name
 
 
 # ---- what is refused, and how ------------------------------------------------------------------------------
@@ -147,7 +196,7 @@ def test_the_core_gets_its_own_types():
         ("train=3", "train is 3, but should be a table"),
         ("model=5", 'model is 5, but should be a table, or a text: a shipped name or "package.module:factory"'),
         ("data=[1]", 'data is [1], but should be a table, or a text: a shipped name or "package.module:factory"'),
-        ("model=foo", 'model.factory is "foo", but should be one of mlp, small-cnn, or "package.module:factory"'),
+        ("model=foo", 'model.factory is "foo", but should be one of mlp, small-cnn, resnet8, or "package.module:'),
         ("model=mpl", "did you mean mlp?"),
         ("data=fashion_mnist", "did you mean fashion-mnist?"),
         ("train.loss=cross-entropy", "did you mean cross_entropy?"),
@@ -158,7 +207,24 @@ def test_the_core_gets_its_own_types():
         ("optimizer.clip_norm=1e39", "optimizer.clip_norm is 1e+39"),
         ("optimizer.momentum=1", "optimizer.momentum is 1"),
         ("optimizer.nesterov=true", "nesterov needs a momentum above 0"),
-        ("optimizer.weight_decay=1e39", "weight_decay is '1e+39'"),
+        ("optimizer.weight_decay=1e39", "optimizer.weight_decay is 1e+39"),
+        ("optimizer.algorithm=adam", "did you mean adamw?"),
+        ("optimizer.bata1=0.9", "unknown key optimizer.bata1; the nearest is optimizer.beta1"),
+        ("optimizer.beta2=1", "optimizer.beta2 is 1"),
+        ("optimizer.eps=0", "optimizer.eps is 0, but should be at least 1e-30"),
+        ("rule.name=dan", "or several of them joined by +; did you mean dana?"),
+        ("rule.name=dana+gaa", "did you mean ga?"),
+        ("rule.name=dana+dana", "should join rules that go together: dana does not go together with what stands"),
+        ("rule.name=easgd+ga", "ga does not go together with what stands before it"),
+        ("rule.push_evry=3", "unknown key rule.push_evry; the nearest is rule.push_every"),
+        ("rule.push_every=0", "rule.push_every is 0, but should be greater than or equal to 1"),
+        ("rule.gap_aware=1", "rule.gap_aware is 1, but should be a valid boolean"),
+        ("rule.mode=synch", "should be one of async, sync, buffer; did you mean sync?"),
+        ("rule.lag_policy=wait", "rule.lag_policy is \"wait\", but should be one of drop, damp, block"),
+        ("rule.delay_share=1.5", "rule.delay_share is 1.5"),
+        ("rule.mode=buffer", "rule: mode buffer needs quorum"),
+        ("rule.name=dana-slim+ga", "rule: look_ahead on the worker pushes momentum"),
+        ("rule.name=dana", "rule: dana looks ahead by momentum: set optimizer.momentum above 0"),
         ("rule.name=dc-asgd", "rule.name is \"dc-asgd\", but should be one of asgd, dc-asgd-c, dc-asgd-a"),
         ("rule.lam=-1", "rule.lam is -1"),
         ("schedule.milestones=[0.7, 0.5]", "should be rising fractions of the run"),
@@ -186,6 +252,18 @@ def test_a_wrong_override_is_named_with_its_path_and_what_is_wanted(override, wo
     said = refusal("digits", override)
     assert said.startswith(f"--set {override}: ")
     assert words in said
+
+
+def test_what_does_not_combine_is_blamed_on_whoever_spoke_last_of_rule_or_optimizer(write):
+    nesterov = "optimizer={momentum = 0.9, nesterov = true}"
+    said = refusal("digits", "rule.name=dana+ga", nesterov, "train.epochs=3")
+    assert said == (f"--set {nesterov}: rule: dana+ga implies Nesterov's look-ahead: set optimizer.nesterov to false")
+    adamw = write("mine.toml", 'base = "digits"\nrule.name = "ga"\noptimizer.algorithm = "adamw"\n')
+    assert refusal(adamw).startswith(f"{adamw}: rule: gap-aware measures the gap in steps of SGD")
+    slow = write("slow.toml", MINIMAL + 'rule = { name = "easgd" }\n')
+    assert refusal(slow, "rule.scale=delay") == (
+        "--set rule.scale=delay: rule: easgd pushes what local steps led to, not a gradient: leave out scale"
+    )
 
 
 def test_a_number_of_thousands_of_digits_is_refused_wherever_it_stands(write):
@@ -241,7 +319,7 @@ def test_a_base_that_cannot_be_found_is_named_with_the_file_that_wants_it(write,
 
 def test_a_name_that_is_nearly_right_is_suggested():
     assert "did you mean digits?" in refusal("digist")
-    assert "shipped are digits, fashion_mnist" in refusal("zzz")
+    assert "shipped are digits, digits_dana, digits_nag, fashion_dana, fashion_mnist, fashion_resnet8" in refusal("zzz")
 
 
 def test_reading_a_recipe_imports_no_torch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,38 @@ def broker(
     return stop.code
 
 
-def server(
-    broker: str, bind: str, advertise: str, insecure: bool, connect_timeout_s: float, broker_timeout_s: float
-) -> int:
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Where a server listens, what it waits for, and where it records what moves its parameters."""
+
+    bind: str
+    advertise: str
+    insecure: bool
+    connect_timeout_s: float
+    broker_timeout_s: float
+    record_to: Path | None = None
+    record_pushes: bool = False
+
+
+def server(broker: str, options: ServerOptions) -> int:
     """Hold a shard until the run is over; its exit code."""
+    bind = options.bind
     broker_host, broker_port = split_address(broker)
+    if options.record_pushes and options.record_to is None:
+        raise RecipeError("--record-pushes needs --record DIR, the folder to record them in")
     if not bind and not is_loopback(broker_host):
         raise AddressError(f"the broker is at {broker_host}: say where to listen with --bind HOST:PORT --insecure")
     if bind:
-        check_bind(bind, insecure=insecure)
+        check_bind(bind, insecure=options.insecure)
     with Client(broker) as client:
-        client.describe(connect_timeout_s)
+        client.describe(options.connect_timeout_s)
     choices = [bind] if bind else [f"127.0.0.1:{broker_port + 2 + i}" for i in range(SERVER_PORTS)]
     for i, choice in enumerate(choices):
         try:
-            stop = run_shard(broker, choice, advertise, broker_timeout_s=broker_timeout_s)
+            stop = run_shard(
+                broker, choice, options.advertise, broker_timeout_s=options.broker_timeout_s,
+                record_to=options.record_to, record_pushes=options.record_pushes,
+            )  # fmt: skip
         except BindError:
             if i == len(choices) - 1:
                 raise
@@ -159,3 +177,12 @@ def _print_report(console: Console, report: dict[str, Any]) -> None:
         shards.add_row(*(Text(str(cell)) for cell in cells), f"{lag['mean']:.2f}", str(lag["max"]))
     console.print(workers)
     console.print(shards)
+    for s in report["shards"]:
+        if s["alarm"]:
+            console.print(Text(f"shard {s['id']}: diverging? {s['alarm']}; {_remedy(s['damping'])}", style="red"))
+
+
+def _remedy(damping: float) -> str:
+    if damping < 1:
+        return f"the learning rate is damped to {damping:.1%}"
+    return "rule.guard = true would damp the learning rate; a rule that bears more lag would not need it"

@@ -53,7 +53,7 @@ def run(run_dir: Path | None, *, json_output: bool) -> int:
     """Run the demonstration; 0 when the run completed with nothing missing and nothing repeated."""
     recipe = load_recipe("digits", PACED)
     folder = run_dir or serve.new_run_dir(recipe, "demo")
-    job = local.supervisor(recipe, folder, None, "cpu")
+    job = local.supervisor(recipe, folder, local.Options(device="cpu"))
     with Display(recipe, folder) as display:
         visitor = Visitor(job, display)
         job.watch.tick, job.watch.say = visitor.tick, display.say

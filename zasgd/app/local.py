@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,19 @@ from zasgd.train.recipe import Recipe
 
 MODEL_FILES = ("params.npz", "model.safetensors")
 """What the broker writes at the end when no evaluator did; what the evaluator writes, then of an earlier epoch."""
+RECORDS = "records"
+"""Folder of a run in which its shards write their records."""
 PORTS_BEYOND_SERVERS = 2
 """Control and relay; each server has one more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a recipe runs here. port: of the broker, None for the first free block. record_pushes: gradients too."""
+
+    port: int | None = None
+    device: str = "auto"
+    record_pushes: bool = False
 
 
 class LocalRoles:
@@ -36,7 +48,7 @@ class LocalRoles:
         run_dir: Path,
         run: str,
         port: int,
-        device: str,
+        options: Options,
         forkserver: TorchForkserver,
         claim: PortClaim | None,
     ) -> None:
@@ -45,7 +57,8 @@ class LocalRoles:
         self._run_dir = run_dir
         self._env = {RUN_VARIABLE: run}
         self._port = port
-        self._device = device
+        self._device = options.device
+        self._record_pushes = options.record_pushes
         self._forkserver = forkserver
         self._claim = claim
 
@@ -57,7 +70,10 @@ class LocalRoles:
 
     def server(self, number: int) -> Child:
         bind = f"127.0.0.1:{self._port + PORTS_BEYOND_SERVERS + number}"
-        return self._command(f"server-{number}", "server", "--broker", self._address, "--bind", bind)
+        options = ["--bind", bind, "--record", str(self._run_dir / RECORDS)]
+        if self._record_pushes:
+            options.append("--record-pushes")
+        return self._command(f"server-{number}", "server", "--broker", self._address, *options)
 
     def evaluator(self) -> Child:
         return self._fork("eval", roles.run_evaluator, self._options("eval", 0), str(self._run_dir))
@@ -82,24 +98,24 @@ class LocalRoles:
         return self._run_dir / "logs" / f"{name}.log"
 
 
-def supervisor(recipe: Recipe, run_dir: Path, port: int | None, device: str) -> Supervisor:
+def supervisor(recipe: Recipe, run_dir: Path, options: Options) -> Supervisor:
     """Everything ready to run; nothing is started yet.
 
-    Without `port` the first free block is claimed, for as long as this process lives. Raises RunFolderError.
+    Without `options.port` the first free block is claimed, for as long as this process lives. Raises RunFolderError.
     """
-    run = secrets.token_hex(8)
+    run, port = secrets.token_hex(8), options.port
     serve.claim(run_dir)
     serve.prepare(run_dir, recipe)
     claim = None if port is not None else claim_port_block(PORTS_BEYOND_SERVERS + recipe.run.servers, DEFAULT_PORT)
     base = claim.base if claim is not None else port or DEFAULT_PORT
     forkserver = TorchForkserver({RUN_VARIABLE: run}, run_dir / "logs" / "torch.log")
-    local = LocalRoles(recipe, run_dir.absolute(), run, base, device, forkserver, claim)
+    local = LocalRoles(recipe, run_dir.absolute(), run, base, options, forkserver, claim)
     return Supervisor(f"127.0.0.1:{base}", run, local, recipe.run.workers, recipe.run.servers, forkserver)
 
 
-def train(recipe: Recipe, run_dir: Path, *, port: int | None, device: str, json_output: bool) -> int:
+def train(recipe: Recipe, run_dir: Path, options: Options, *, json_output: bool) -> int:
     """Run a recipe to its end with a live display; prints the summary, returns the exit code."""
-    job = supervisor(recipe, run_dir, port, device)
+    job = supervisor(recipe, run_dir, options)
     with Display(recipe, run_dir) as display:
         job.watch.tick, job.watch.say = display.tick, display.say
         ending = job.run()

@@ -10,8 +10,8 @@ from typing import Any
 
 from zasgd.core.broker import Broker
 from zasgd.core.node import Note, Save, Stop
+from zasgd.core.parameters import ShardConfig
 from zasgd.core.run import BrokerConfig
-from zasgd.core.shard import ShardConfig
 from zasgd.net.disk import write_atomically, write_params
 from zasgd.net.processes import new_run_id, run_broker
 from zasgd.net.sockets import split_address
@@ -72,6 +72,7 @@ def broker_config(recipe: Recipe, num_servers: int, data_port: int, wants_evalua
         window_bytes=recipe.run.window_bytes,
         evaluate_every=recipe.run.evaluate_every,
         wants_evaluator=wants_evaluator,
+        push_every=recipe.rule.push_every,
     )
 
 

@@ -32,21 +32,24 @@ from zasgd.core.messages import (
     GrantMsg,
     Hello,
     Lease,
+    Live,
     Message,
     Params,
     Rejoin,
     Renew,
     Result,
+    Round,
     Status,
     StopMsg,
 )  # fmt: skip
 from zasgd.core.node import Computed, Effect, Note, PeerId, Refusal, Send, require
 from zasgd.core.run import BrokerConfig, Run, RunPhase, who
 from zasgd.core.tally import RateMeter, counts, numbers
+from zasgd.core.worker import most_grants_out
 
 REPEAT_EVERY_S = 1.0
 PROGRESS_EVERY_S = 1.0
-MAX_GRANTS_OUT = 64
+MAX_DECISIONS_AT_ONCE = 64
 INTERRUPTED_CODE = 130
 
 
@@ -226,7 +229,7 @@ class Broker:
         self._take_facts(now, member, msg)
         effects = self._settle_reports(member, msg)
         answer = Send(peer, self._grant(member, msg))
-        return [*effects, answer, *self._ledger_moved(now)]
+        return [*effects, answer, *self._tell_live(), *self._ledger_moved(now)]
 
     def _take_facts(self, now: float, member: Member, msg: Renew) -> None:
         member.facts.update(numbers(msg.facts, ("samples", "loss_sum", "step_s", "lag")))
@@ -243,9 +246,13 @@ class Broker:
             for grant in push.grants:
                 ledger.tear(member.incarnation, grant)
         effects: list[Effect] = []
-        for grant, text in msg.refused:
-            reason = text[:40]
-            if ledger.refuse(member.incarnation, grant, reason):
+        for grant, text, number in msg.refused:
+            if number <= member.num_refused:
+                continue  # told again, since our answer was lost; the batch may be with somebody else by now
+            member.num_refused, reason = number, text[:40]
+            if reason == "LATE":
+                ledger.give_back(member.incarnation, grant)  # its gradient was good, however often it comes too late
+            elif ledger.refuse(member.incarnation, grant, reason):
                 where = {"worker": member.number, "epoch": grant.epoch, "batch": grant.batch}
                 effects.append(Note("batch_refused", {**where, "reason": reason}))
         return effects
@@ -259,7 +266,9 @@ class Broker:
         member.issued_base = msg.got
         if run.phase is RunPhase.TRAINING and not member.drain:
             # Settled without having been received they would pile up in `issued`, beyond what an answer can hold.
-            room = MAX_GRANTS_OUT - max(len(run.ledger.held_by(member.incarnation)), len(member.issued))
+            room = most_grants_out(run.config.push_every) - max(
+                len(run.ledger.held_by(member.incarnation)), len(member.issued)
+            )
             wanted = min(msg.upto - member.num_issued, room)
             member.issued += run.ledger.take(member.incarnation, max(0, wanted))
         return GrantMsg(
@@ -270,19 +279,61 @@ class Broker:
 
     def _renew_server(self, now: float, member: Member, msg: Renew) -> list[Effect]:
         run = self.run
-        member.facts.update(numbers(msg.facts, ("samples", "bytes", "resident_bytes")))
+        member.facts.update(numbers(msg.facts, _SHARD_NUMBERS))
+        member.facts["alarm"] = str(msg.facts.get("alarm", ""))[:200]
         member.facts.update({name: counts(msg.facts, name) for name in ("lags", "worker_lags")})
         member.facts["version"] = msg.version
         run.shard_facts[member.number] = member.facts
         settled = tuple(i for i in msg.fenced if run.members.get(i) is None)
-        lease = Lease(run=run.id, shard=msg.shard, incarnation=member.incarnation, seq=msg.seq, settled=settled)
-        effects: list[Effect] = [Send(member.peer, lease)]
+        lease = Lease(
+            run=run.id, shard=msg.shard, incarnation=member.incarnation, seq=msg.seq, settled=settled,
+            live=run.live, num_workers=run.num_busy,
+        )  # fmt: skip
+        effects: list[Effect] = [Send(member.peer, lease), *self._repeat_decisions(member, msg.decisions)]
         if member.state is State.ADMITTING:
             effects += self.admission.server_ready(member)
         opened = self.admission.seeding_reported(msg)
         if opened:
             run.timers.set("progress", now + PROGRESS_EVERY_S)
         return effects + opened
+
+    # ---- what shards must know of the whole run ---------------------------------------------------
+
+    def _tell_live(self) -> list[Effect]:
+        """N, the workers that have work, to every shard whenever it changes."""
+        run = self.run
+        ending = sum(1 for m in run.members.of("worker", State.FENCING) if run.ledger.held_by(m.incarnation))
+        busy = run.ledger.num_owners - ending
+        if busy == run.num_busy:
+            return []
+        run.live, run.num_busy = run.live + 1, busy
+        servers = run.members.of("server")
+        return [Send(s.peer, Live(run=run.id, shard=s.number, live=run.live, num_workers=busy)) for s in servers]
+
+    def _round(self, now: float, peer: PeerId, msg: Round) -> list[Effect]:
+        """What shard 0 decided goes to the other shards, in order."""
+        run = self.run
+        if run.speaker(msg).number != 0:
+            raise Refusal("UNEXPECTED", "only shard 0 decides about rounds")
+        fresh = run.decisions.take(msg.base, msg.decisions)
+        effects: list[Effect] = [Send(peer, Done(run=run.id, shard=0, seq=run.decisions.count))]
+        if not fresh:
+            return effects
+        base = run.decisions.count - len(fresh) + 1
+        others = (m for m in run.members.of("server") if m.number)
+        return effects + [Send(m.peer, Round(run=run.id, shard=m.number, base=base, decisions=fresh)) for m in others]
+
+    def _repeat_decisions(self, member: Member, known: int) -> list[Effect]:
+        """A shard that missed some gets them again; what all have is forgotten."""
+        run = self.run
+        if not member.number or not run.decisions.count:
+            return []
+        member.facts["decisions"] = known
+        missing = run.decisions.after(known, MAX_DECISIONS_AT_ONCE)
+        run.decisions.forget(min(int(m.facts.get("decisions", 0)) for m in run.members.of("server") if m.number))
+        if not missing:
+            return []
+        return [Send(member.peer, Round(run=run.id, shard=member.number, base=known + 1, decisions=missing))]
 
     # ---- leaving ----------------------------------------------------------------------------------
 
@@ -308,7 +359,7 @@ class Broker:
             if not run.over:
                 member.waiting_for = set(range(run.config.num_shards))
                 run.timers.set("repeat", now + REPEAT_EVERY_S)
-                return effects + self._fence(member)
+                return effects + self._fence(member) + (self._tell_live() if run.books else [])
         member.waiting_for = set()
         run.members.step(member, Event.FENCED)
         if run.over:
@@ -402,6 +453,7 @@ def _epitaph(member: Member, event: Event, reason: str) -> Effect:
     return Note(f"{'evaluator' if member.role == 'eval' else 'server'}_left", {"reason": reason})
 
 
+_SHARD_NUMBERS = ("samples", "bytes", "resident_bytes", "gap_rmse", "damping", "alarms")
 _OPEN_TO_ALL = (Describe, Hello, Status, Drain, StopMsg, Expel)
 _SERVED: dict[type[Message], Callable[[Broker, float, PeerId, Any], list[Effect]]] = {
     Describe: Broker._describe,
@@ -417,6 +469,7 @@ _SERVED: dict[type[Message], Callable[[Broker, float, PeerId, Any], list[Effect]
     Fenced: Broker._fenced,
     Result: Broker._result,
     Params: Broker._observed,
+    Round: Broker._round,
 }
 _TIMERS: dict[str, Callable[[Broker, float], list[Effect]]] = {
     "repeat": Broker._on_repeat_timer,

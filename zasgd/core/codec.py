@@ -8,7 +8,6 @@ in place. Which fields a message has is decided in `messages.py`, never here.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +34,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(name)
     for name in ("<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "|b1")
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _EXT_BUFFER = 1
 _ARRAY_KEYS = {b"nd", b"type", b"kind", b"shape", b"data"}
 _SCALAR_KEYS = {b"nd", b"type", b"data"}
@@ -71,7 +71,7 @@ def pack(value: Any, *, inline: bool = False) -> tuple[bytes, list[memoryview]]:
         raise WireError(f"a {type(obj).__name__} cannot travel", "BAD_TYPE")
 
     try:
-        body = msgpack.packb(value, default=default, use_bin_type=True)
+        body = msgpack.Packer(default=default, use_bin_type=True).pack(value)
     except (
         TypeError,
         ValueError,
@@ -84,7 +84,8 @@ def pack(value: Any, *, inline: bool = False) -> tuple[bytes, list[memoryview]]:
 
 
 def _pack_array(array: np.ndarray[Any, Any], buffers: list[memoryview], inline: bool) -> dict[bytes, Any]:
-    if array.dtype.str not in DTYPES:
+    name = _NAMES.get(array.dtype)
+    if name is None:
         raise WireError(f"dtype {array.dtype.str} cannot travel", "BAD_DTYPE")
     data: bytes | msgpack.ExtType
     if inline or array.nbytes < INLINE_BELOW_BYTES:
@@ -94,7 +95,7 @@ def _pack_array(array: np.ndarray[Any, Any], buffers: list[memoryview], inline: 
             raise WireError(f"an array of {array.nbytes} bytes is over one frame; send pieces", "TOO_LARGE")
         data = msgpack.ExtType(_EXT_BUFFER, struct.pack("<H", len(buffers)))
         buffers.append(np.ascontiguousarray(array).data.cast("B"))
-    return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": data}
+    return {b"nd": True, b"type": name, b"kind": b"", b"shape": array.shape, b"data": data}
 
 
 def unpack(body: Buffer, buffers: Sequence[Buffer] = (), *, max_body_bytes: int = MAX_BODY_BYTES) -> Any:
@@ -156,21 +157,25 @@ def _buffer_ref(code: int, data: bytes) -> _BufferRef:
 
 
 def _resolve(node: Any, buffers: Sequence[Buffer], unused: set[int], depth: int) -> Any:
-    """A list or map with its arrays in place of the maps that describe them."""
+    """A list or map, now with its arrays in place of the maps that describe them."""
     if depth > MAX_DEPTH:
         raise WireError(f"the body is nested deeper than {MAX_DEPTH}")
-    depth += 1
     kind = type(node)
-    if kind is list:
-        return [v if type(v) in _ATOMS else _resolve(v, buffers, unused, depth) for v in node]
-    if kind is not dict:
+    if kind is dict:
+        if b"nd" in node:
+            return _array(node, buffers, unused)
+        for key, value in node.items():
+            if type(key) is not str:
+                raise WireError("a map key is not a string")
+            if type(value) not in _ATOMS:
+                node[key] = _resolve(value, buffers, unused, depth + 1)
+    elif kind is list:
+        for i, value in enumerate(node):
+            if type(value) not in _ATOMS:
+                node[i] = _resolve(value, buffers, unused, depth + 1)
+    else:
         raise WireError(f"a {kind.__name__} has no place here")
-    if b"nd" in node:
-        return _array(node, buffers, unused)
-    for key in node:
-        if type(key) is not str:
-            raise WireError("a map key is not a string")
-    return {k: v if type(v) in _ATOMS else _resolve(v, buffers, unused, depth) for k, v in node.items()}
+    return node
 
 
 def _array(node: dict[Any, Any], buffers: Sequence[Buffer], unused: set[int]) -> Any:
@@ -201,17 +206,21 @@ def _array_bytes(data: Any, buffers: Sequence[Buffer], unused: set[int]) -> Buff
 def _shaped(data: Buffer, dtype: np.dtype[Any], shape: Any) -> np.ndarray[Any, Any]:
     if type(shape) is not list or len(shape) > MAX_NDIM:
         raise WireError(f"a shape must be a list of at most {MAX_NDIM} sizes", "BAD_SHAPE")
+    num_bytes = dtype.itemsize
     for size in shape:
         if type(size) is not int or not 0 <= size < 1 << 32:
             raise WireError("a shape must hold sizes from 0 to 2^32 - 1", "BAD_SHAPE")
-    if math.prod(shape) * dtype.itemsize != len(data):
+        num_bytes *= size
+    if num_bytes != len(data):
         raise WireError(f"shape {shape} of {dtype.str} does not make {len(data)} bytes", "BAD_SHAPE")
-    flat = np.frombuffer(data, dtype) if len(data) else np.empty(0, dtype)
-    if not flat.flags.aligned:
+    flat = np.frombuffer(data, dtype) if num_bytes else np.empty(0, dtype)
+    flags = flat.flags
+    if not flags.aligned:
         flat = flat.copy()  # frames of 33 B to 8 KiB start anywhere
-    if dtype.kind == "b" and len(data) and flat.view(np.uint8).max() > 1:
+        flags = flat.flags
+    if dtype.kind == "b" and num_bytes and flat.view(np.uint8).max() > 1:
         raise WireError("a boolean is neither 0 nor 1", "BAD_DTYPE")
-    flat.flags.writeable = False  # a message never changes, also where its frame could
+    flags.writeable = False  # a message never changes, also where its frame could
     try:
         return flat if len(shape) == 1 else flat.reshape(shape)
     except ValueError:  # an empty array whose other sizes multiply beyond 2^63

@@ -107,7 +107,7 @@ class Ending:
         self._num_orders += 1
         seq = self._num_orders
         requests = over_shards(
-            run.config.num_shards, peers.__getitem__, lambda k: [Observe(run=run.id, shard=k, seq=seq)]
+            run.config.num_shards, peers.__getitem__, lambda k: [Observe(run=run.id, shard=k, seq=seq, whole=True)]
         )
         self._saving = Exchange(now, seq, requests, RoundTrip())
         run.timers.set("save_over", now + (INTERRUPTED_WAIT_S if self._interrupted else SAVE_WAIT_S))

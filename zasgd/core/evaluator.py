@@ -174,7 +174,9 @@ class Evaluator:
         if self.task is not None or (self.order is not None and self.order.seq >= msg.seq):
             return []
         self.order = msg
-        requests = over_shards(self.num_shards, shard_peer, lambda k: [Observe(**self._ids(k), seq=msg.seq)])
+        requests = over_shards(
+            self.num_shards, shard_peer, lambda k: [Observe(**self._ids(k), seq=msg.seq, whole=True)]
+        )
         self.exchange = Exchange(now, msg.seq, requests, self._round_trip)
         return self.exchange.start()
 

@@ -34,9 +34,11 @@ class RoundTrip:
     def __init__(self) -> None:
         self.srtt_s = 0.0
         self.rttvar_s = 0.0
+        self.num_doubts = 0
 
     def add(self, sample_s: float) -> None:
         """Take one measured round trip that was not retried."""
+        self.num_doubts = 0
         if not self.srtt_s:
             self.srtt_s, self.rttvar_s = sample_s, sample_s / 2
         else:
@@ -45,7 +47,15 @@ class RoundTrip:
 
     def timeout_s(self, num_bytes: int) -> float:
         """How long a request of this many bytes may take before it is doubted."""
-        return max(MIN_TIMEOUT_S, self.srtt_s + 4 * self.rttvar_s + num_bytes / SLOWEST_BYTES_PER_S)
+        expected_s = max(MIN_TIMEOUT_S, self.srtt_s + 4 * self.rttvar_s + num_bytes / SLOWEST_BYTES_PER_S)
+        return max(expected_s, min(MAX_TIMEOUT_S, expected_s * 2.0 ** min(self.num_doubts, 10)))
+
+    def doubt(self) -> None:
+        """A request was overdue. Until one is answered without that, longer is waited (RFC 6298, 5.5 to 5.7).
+
+        A retried request gives no sample, so on a line with a queue of seconds everything would be doubted for ever.
+        """
+        self.num_doubts += 1
 
 
 @dataclass(slots=True)
@@ -61,6 +71,7 @@ class _Leg:
     refused: str = ""
     version: int = 0
     lag: int = 0
+    samples: int = 0
     parts: dict[int, Ack | Params] = field(default_factory=dict)
 
     @property
@@ -98,7 +109,7 @@ class Exchange:
             return
         if leg.parts and leg.version != msg.version:
             leg.parts.clear()  # a repeated OBSERVE found a newer version: parts of two never mix
-        leg.version = msg.version
+        leg.version, leg.samples = msg.version, msg.samples
         leg.lag = msg.lag if isinstance(msg, Ack) else 0
         leg.parts[msg.part] = msg
         if len(leg.parts) == msg.parts:
@@ -117,6 +128,7 @@ class Exchange:
         leg.attempts += 1
         if err.retry_after_ms:
             leg.deadline = now + err.retry_after_ms / 1000
+            self._round_trip.num_doubts = 0  # it answers: the line is not slow
             return []
         leg.deadline = now + backoff_s(self._timeout_s, self.seq * 31 + err.shard, leg.attempts - 1)
         return [Send(leg.peer, m) for m in leg.messages]
@@ -124,9 +136,10 @@ class Exchange:
     def on_timer(self, now: float) -> list[Effect]:
         """Doubt what is overdue: probe a push or seeding, repeat anything else."""
         effects: list[Effect] = []
-        for shard, leg in self.legs.items():
-            if leg.settled or leg.deadline > now:
-                continue
+        overdue = [(shard, leg) for shard, leg in self.legs.items() if not leg.settled and leg.deadline <= now]
+        if overdue:
+            self._round_trip.doubt()
+        for shard, leg in overdue:
             leg.attempts += 1
             leg.deadline = now + backoff_s(self._timeout_s, self.seq * 31 + shard, leg.attempts)
             first = leg.messages[0]
@@ -161,6 +174,11 @@ class Exchange:
     def lags(self) -> dict[int, int]:
         """Shard -> lag of the push there."""
         return {shard: leg.lag for shard, leg in self.legs.items() if leg.done}
+
+    @property
+    def samples(self) -> int:
+        """The sample clock of the shard that is furthest."""
+        return max((leg.samples for leg in self.legs.values()), default=0)
 
     def pieces(self, layout: Layout) -> tuple[Piece, ...]:
         """The values in the answers, placed in the flat vectors of `layout`."""

@@ -1,33 +1,44 @@
-"""One pass over memory that compensates a gradient, applies it and writes what is sent back.
+"""The loops over memory: each takes a run of elements once and writes what changes of them.
 
-Decides the rounding of every update: float32 throughout, in the order of torch.optim.SGD with its fused
-multiply-adds, so that a push without lag gives the bits that torch gives. Never decides whether a push is
-applied, and keeps no snapshots: the shard hands them in. `reference` holds the same formulas to read.
+Decides the rounding of every update: float32 throughout, in the order of torch.optim with its fused multiply-adds,
+so that a push without lag gives the bits that torch.optim.SGD gives. Never decides which elements are updated, nor by
+which constants: that is `optimizer`. `reference` holds the same formulas to read.
+
+An argument that is None leaves its branch out at compile time, so each combination of arguments is one straight loop.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from zasgd.core.layout import Segment
 from zasgd.core.node import require
-from zasgd.core.rules import GroupSpec, RuleSpec
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 """A contiguous float32 array of one dimension."""
 
-Piece = tuple[int, Vector]
-"""A run of gradient: its first element's place in the slice, and the values."""
+Maybe = Any
+"""A Vector or None; that one argument is given only with another is more than a type checker sees."""
+
+GapScalars = tuple[np.float32, np.float32, np.float32, np.float32]
+AdamScalars = tuple[np.float32, np.float32, np.float32, np.float32, np.float32, np.float32]
 
 MS_EPS = np.float32(1e-7)
 """Added to the mean square under the root of dc-asgd-a."""
+
+GAP_EPS = np.float32(1e-8)
+"""Added to the root of gap-aware's mean square."""
+
+ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
+
+NOTHING = np.float32(-0.0)
+"""What sums start from: -0.0 + x is x in every bit, 0.0 + x is not."""
 
 INFINITY_BITS = np.int32(0x7F800000)
 MAGNITUDE_BITS = np.int32(0x7FFFFFFF)
@@ -49,55 +60,169 @@ fma: Any = intrinsic(_fma)
 def sweep(
     w: Vector,
     grad: Vector,
-    snapshot: Vector | None,
+    known: Maybe,
     sent: Vector,
-    ms: Vector | None,
-    momentum: Vector | None,
-    start: int,
-    stop: int,
-    grad_start: int,
-    minus_lr: np.float32,
-    minus_lam: np.float32,
-    ms_decay: np.float32,
-    ms_gain: np.float32,
+    ms: Maybe,
+    momentum: Maybe,
+    total: Maybe,
+    second: Maybe,
+    gap: Maybe,
+    minus_eta: np.float32,
+    scale: np.float32,
+    share: np.float32 | None,
+    minus_lam: np.float32 | None,
+    means: tuple[np.float32, np.float32],
     decay: np.float32 | None,
     mu: np.float32,
     nesterov: bool | None,
+    minus_ahead: np.float32,
+    gap_by: GapScalars | None,
+    adam_by: AdamScalars | None,
 ) -> None:
-    """Update elements `start` to `stop` of a slice from `grad[grad_start:]`.
+    """Apply one gradient by SGD or AdamW; the new values, or the look-ahead of dana, also go to `sent`.
 
-    An argument that is None leaves its branch out at compile time: each combination is one straight loop.
-    lambda and the difference to the snapshot enter with their signs turned: without lag the correction is
-    then -0.0, and -0.0 + g keeps the sign of a g that is itself -0.0.
+    All vectors are as long as `w`. known: what the gradient was computed on. momentum: dana's is one worker's, with
+    `total` the sum over the workers. second: of AdamW, whose first moment is `momentum`. share: `grad` is a sum, to
+    be divided by it and emptied. means: m and 1 - m of the mean square. gap_by: decay and 1 - decay of R, the rate
+    that a gap is measured in, the correction of R's bias. adam_by: what decay leaves of w, 1 - beta1, beta2,
+    1 - beta2, the root of the second bias correction, eps; the first bias correction is in `minus_eta`.
+
+    lambda and the difference to `known` enter with their signs turned: without lag the correction is then -0.0, and
+    -0.0 + g keeps the sign of a g that is itself -0.0.
     """
-    w_run, sent_run = w[start:stop], sent[start:stop]
-    grad_run = grad[grad_start : grad_start + stop - start]
-    if snapshot is not None:
-        snapshot_run = snapshot[start:stop]
-    if ms is not None:
-        ms_run = ms[start:stop]
-    if momentum is not None:
-        momentum_run = momentum[start:stop]
-    for i in range(w_run.size):
-        at = w_run[i]
-        d = grad_run[i]
-        if snapshot is not None:
-            square = d * d
-            strength = minus_lam * square
+    ms_decay, ms_gain = means
+    if gap_by is not None:
+        gap_decay, gap_gain, gap_rate, unbias = gap_by
+    if adam_by is not None:
+        kept, gain, second_decay, second_gain, root, eps = adam_by
+    for i in range(w.size):
+        at = w[i]
+        g = grad[i]
+        if share is not None:
+            g = g / share
+            grad[i] = NOTHING
+        if known is not None:
+            moved = known[i] - at
+        d = g
+        if ms is not None:
+            mean = fma(ms_decay, ms[i], ms_gain * (g * g))
+            ms[i] = mean
+        if minus_lam is not None:
+            strength = minus_lam * (g * g)
             if ms is not None:
-                mean = fma(ms_decay, ms_run[i], ms_gain * square)
-                ms_run[i] = mean
                 strength = strength / math.sqrt(mean + MS_EPS)
-            d = fma(strength, snapshot_run[i] - at, d)
+            d = fma(strength, moved, d)
         if decay is not None:
-            d = fma(decay, at, d)
-        if momentum is not None:
-            buffer = mu * momentum_run[i] + d
-            momentum_run[i] = buffer
-            d = fma(mu, buffer, d) if nesterov is not None else buffer
-        new = fma(minus_lr, d, at)
-        w_run[i] = new
-        sent_run[i] = new
+            d = fma(decay, at if total is None else known[i], d)
+        if gap is not None:
+            square = gap[i]
+            steps = abs(moved) / (gap_rate * (math.sqrt(square * unbias) + GAP_EPS))
+            d = d / (ONE + (steps if square > ZERO else ZERO))
+        d = scale * d
+        if second is not None:
+            step = d - momentum[i]
+            first = fma(gain, step, momentum[i]) if gain < HALF else fma(gain - ONE, step, d)
+            mean_square = fma(second_gain * d, d, second_decay * second[i])
+            momentum[i] = first
+            second[i] = mean_square
+            new = kept * at + (minus_eta * first) / (math.sqrt(mean_square) / root + eps)
+        else:
+            if momentum is not None:
+                old = momentum[i]
+                v = mu * old + d
+                momentum[i] = v
+                d = fma(mu, v, d) if nesterov is not None else v
+                g = v
+            new = fma(minus_eta, d, at)
+        if gap is not None:
+            gap[i] = fma(gap_decay, square, gap_gain * (g * g))
+        w[i] = new
+        if total is not None:
+            together = total[i] + (v - old)
+            total[i] = together
+            new = fma(minus_ahead, together, new)
+        sent[i] = new
+
+
+@njit(error_model="numpy", fastmath=False)
+def gather(
+    w: Vector,
+    grad: Vector,
+    known: Maybe,
+    ms: Maybe,
+    total: Vector,
+    weight: np.float32,
+    minus_lam: np.float32 | None,
+    means: tuple[np.float32, np.float32],
+) -> None:
+    """Add `weight` times the compensated gradient to `total`; the arithmetic of `sweep` up to there."""
+    ms_decay, ms_gain = means
+    for i in range(w.size):
+        g = grad[i]
+        d = g
+        if ms is not None:
+            mean = fma(ms_decay, ms[i], ms_gain * (g * g))
+            ms[i] = mean
+        if minus_lam is not None:
+            strength = minus_lam * (g * g)
+            if ms is not None:
+                strength = strength / math.sqrt(mean + MS_EPS)
+            d = fma(strength, known[i] - w[i], d)
+        total[i] = fma(weight, d, total[i])
+
+
+@njit(error_model="numpy", fastmath=False)
+def look_ahead(w: Vector, total: Vector, sent: Vector, minus_ahead: np.float32) -> None:
+    """What dana sends, w - eta gamma S, without an update."""
+    for i in range(w.size):
+        sent[i] = fma(minus_ahead, total[i], w[i])
+
+
+@njit(error_model="numpy", fastmath=False)
+def elastic(w: Vector, local: Vector, sent: Vector, pull: np.float32) -> None:
+    """Draw `w` and a worker's `local` parameters towards each other; the worker's new ones go to `sent`."""
+    for i in range(w.size):
+        x = local[i]
+        e = pull * (x - w[i])
+        w[i] = w[i] + e
+        sent[i] = x - e
+
+
+@njit(error_model="numpy", fastmath=False)
+def delayed(
+    w: Vector,
+    difference: Vector,
+    sent: Vector,
+    outer: Vector,
+    arrivals: Maybe,
+    share: np.float32 | None,
+    flush: bool | None,
+    minus_eta: np.float32,
+    beta: np.float32,
+    ahead: np.float32,
+    part: np.float32,
+) -> None:
+    """Apply one difference by delayed Nesterov; `flush`: it completes the arrivals that move the momentum.
+
+    arrivals: their sum so far, None when each completes. beta: of the momentum `outer`. ahead: how much of it a step
+    takes. part: 1 / N of a difference.
+    """
+    for i in range(w.size):
+        d = difference[i]
+        if share is not None:
+            d = d / share
+            difference[i] = NOTHING
+        arrived = d
+        if arrivals is not None:
+            arrived = arrivals[i] + d
+            arrivals[i] = NOTHING if flush is not None else arrived
+        m = outer[i]
+        if flush is not None:
+            m = beta * m + part * arrived
+            outer[i] = m
+        new = fma(minus_eta, fma(ahead, m, part * d), w[i])
+        w[i] = new
+        sent[i] = new
 
 
 @njit(error_model="numpy", fastmath=False)
@@ -118,141 +243,10 @@ def all_finite(array: np.ndarray[Any, Any]) -> bool:
     Raises InvariantError for another dtype or layout.
     """
     require(array.dtype == np.float32 and array.flags.c_contiguous, "all_finite takes contiguous float32")
-    return bool(largest_magnitude(_read_only(array.reshape(-1).view(np.int32))) < INFINITY_BITS)
+    return bool(largest_magnitude(read_only(array.reshape(-1).view(np.int32))) < INFINITY_BITS)
 
 
-class _Constants(NamedTuple):
-    """One group's scalars as `sweep` takes them."""
-
-    lr_scale: float
-    minus_lam: np.float32
-    ms_decay: np.float32
-    ms_gain: np.float32
-    decay: np.float32 | None
-    mu: np.float32
-    nesterov: bool | None
-
-
-class ShardOptimizer:
-    """The optimizer state of one slice, and the pass that applies one push to it."""
-
-    def __init__(self, rule: RuleSpec, groups: Sequence[GroupSpec], segments: Sequence[Segment], size: int) -> None:
-        """Allocate the state that `rule` and `groups` need, float32, `size` elements each.
-
-        groups: indexed by Segment.group. segments: sorted, covering the slice without gaps. Raises
-        InvariantError.
-        """
-        ends = [0, *(s.stop for s in segments)]
-        covers = [s.start for s in segments] == ends[:-1] and ends[-1] == size
-        require(covers, "the segments do not cover the slice")
-        require(all(0 <= s.group < len(groups) for s in segments), "a segment's group is not given")
-        self.rule = rule
-        self.groups = tuple(groups)
-        self.segments = tuple(segments)
-        self.size = size
-        self.state = _fresh_state(rule, [self.groups[s.group] for s in self.segments], size)
-        self._constants = [_constants(rule, group) for group in self.groups]
-
-    def num_bytes(self) -> int:
-        """Memory that the state takes, in bytes."""
-        return sum(array.nbytes for array in self.state.values())
-
-    def warm(self) -> None:
-        """Compile what `apply` and `all_finite` run for any of the groups, so that no push waits for it.
-
-        Needs no segments: a shard can warm before it knows its slice.
-        """
-        count = len(self.groups)
-        tiny = ShardOptimizer(self.rule, self.groups, [Segment(i, i + 1, i) for i in range(count)], count)
-        w, grad, snapshot, out = np.zeros((4, count), np.float32)
-        tiny.apply(w, [(0, grad)], snapshot, 0.0, out)
-        all_finite(grad)
-
-    def apply(self, w: Vector, pieces: Sequence[Piece], snapshot: Vector | None, lr: float, out: Vector) -> None:
-        """Apply one push: `w` and the state in place, the new values also into `out`.
-
-        All arrays are contiguous float32; `w`, `snapshot` and `out` have `size` elements. pieces: the
-        gradient, sorted by offset, covering the slice exactly; they may be read-only. snapshot: what this
-        worker computed on; None only for asgd, which does not read it. lr: of this push, before each
-        group's lr_scale. `w` shares memory with neither `snapshot` (the compensation would vanish) nor
-        `out`; `out` may be `snapshot`, at less speed. Raises InvariantError before anything is written. A
-        gradient beyond 1.8e19 has no square in float32: the compensated rules turn it into NaN.
-        """
-        require(math.isfinite(lr), "the learning rate is not finite")
-        self._check_gradient(pieces)
-        self._check_vectors(w, snapshot, out)
-        known = _read_only(snapshot) if snapshot is not None and self.rule.needs_snapshot else None
-        ms, momentum = self.state.get("ms"), self.state.get("momentum")
-        for start, stop, group, grad, grad_start in _runs(pieces, self.segments):
-            arrays = (w, grad, known, out, ms, momentum if self.groups[group].momentum else None)
-            lr_scale, *constants = self._constants[group]
-            scalars: list[Any] = [np.float32(-lr * lr_scale), *constants]
-            sweep(*arrays, start, stop, grad_start, *scalars)
-
-    def _check_gradient(self, pieces: Sequence[Piece]) -> None:
-        covered = 0
-        for offset, grad in pieces:
-            require(offset == covered and _is_vector(grad), "the gradient's pieces do not cover the slice")
-            covered += grad.size
-        require(covered == self.size, "the gradient's pieces do not cover the slice")
-
-    def _check_vectors(self, w: Vector, snapshot: Vector | None, out: Vector) -> None:
-        require(snapshot is not None or not self.rule.needs_snapshot, "the rule needs the worker's snapshot")
-        require(w.flags.writeable and out.flags.writeable, "the parameters or what is sent are read-only")
-        for array in (w, out) if snapshot is None else (w, out, snapshot):
-            fits = _is_vector(array) and array.size == self.size
-            require(fits, "not a contiguous float32 vector of the slice's size")
-        apart = snapshot is None or not np.may_share_memory(w, snapshot)
-        require(apart, "the snapshot is the live parameters")
-        require(not np.may_share_memory(w, out), "what is sent would be the live parameters")
-
-
-def _fresh_state(rule: RuleSpec, groups: Sequence[GroupSpec], size: int) -> dict[str, Vector]:
-    state: dict[str, Vector] = {}
-    if any(group.momentum for group in groups):
-        # torch's first step sets the buffer to d itself; mu * -0.0 + d is d in every bit, mu * 0.0 + d is not
-        state["momentum"] = np.full(size, -0.0, np.float32)
-    if rule.needs_mean_square:
-        state["ms"] = np.zeros(size, np.float32)
-    return state
-
-
-def _constants(rule: RuleSpec, group: GroupSpec) -> _Constants:
-    return _Constants(
-        lr_scale=group.lr_scale,
-        minus_lam=np.float32(-rule.strength),
-        ms_decay=np.float32(rule.ms_decay),
-        ms_gain=np.float32(1.0 - rule.ms_decay),
-        decay=np.float32(group.weight_decay) if group.weight_decay else None,
-        mu=np.float32(group.momentum),
-        nesterov=True if group.nesterov else None,
-    )
-
-
-Run = tuple[int, int, int, Vector, int]
-"""Elements from start to stop that share a group and a piece; the group, the piece, the place in it."""
-
-
-def _runs(pieces: Sequence[Piece], segments: Sequence[Segment]) -> Iterator[Run]:
-    remaining = iter(segments)
-    segment = next(remaining, None)
-    for offset, values in pieces:
-        start, end = offset, offset + values.size
-        grad = _read_only(values)
-        while start < end and segment is not None:
-            stop = min(end, segment.stop)
-            yield start, stop, segment.group, grad, start - offset
-            start = stop
-            if stop == segment.stop:
-                segment = next(remaining, None)
-
-
-def _is_vector(array: Vector) -> bool:
-    flags = array.flags
-    return array.dtype == np.float32 and array.ndim == 1 and flags.c_contiguous and flags.aligned
-
-
-def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """A view that cannot be written: network frames and own arrays then share one compiled variant."""
     view = array.view()
     view.setflags(write=False)

@@ -58,11 +58,15 @@ class TensorSpec(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Elements `start` to `stop` of a slice whose tensors share parameter group `group`."""
+    """Elements `start` to `stop` of a slice: one tensor's part, of parameter group `group`.
+
+    tensor: the tensor's place among those of the params section.
+    """
 
     start: int
     stop: int
     group: int
+    tensor: int = 0
 
 
 class Slice(NamedTuple):
@@ -153,20 +157,17 @@ class Layout:
         return tuple(Slice(start, stop) for start, stop in pairwise(cuts))
 
     def segments(self, part: Slice) -> tuple[Segment, ...]:
-        """The runs of equal parameter group inside a slice of the params section, relative to the slice.
+        """The tensors inside a slice of the params section, in order, relative to the slice.
 
-        They cover the slice without gaps: padding belongs to the tensor before it.
+        They cover the slice without gaps: padding belongs to the tensor before it. A tensor without elements, or
+        outside the slice, has no segment.
         """
         found: list[Segment] = []
-        for t in self.of_section("params"):
+        for i, t in enumerate(self.of_section("params")):
             start = max(self.offsets[t.name], part.start) - part.start
             stop = min(self.offsets[t.name] + _aligned(t.num_elements, "params"), part.stop) - part.start
-            if start >= stop:
-                continue
-            if found and found[-1].group == t.group:
-                found[-1] = found[-1]._replace(stop=stop)
-            else:
-                found.append(Segment(start, stop, t.group))
+            if start < stop:
+                found.append(Segment(start, stop, t.group, i))
         return tuple(found)
 
     def to_plain(self) -> list[list[Any]]:

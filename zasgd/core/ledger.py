@@ -114,6 +114,11 @@ class Ledger:
         """Incarnations that hold grants."""
         return list(self._held)
 
+    @property
+    def num_owners(self) -> int:
+        """How many incarnations hold grants."""
+        return len(self._held)
+
     def progress(self) -> dict[str, Any]:
         """Plain facts for `zasgd status`."""
         return {

@@ -56,7 +56,8 @@ class Member:
 
     number: worker ordinal, shard number, or 0 for the evaluator. lease_until, progress_at, joined_at: seconds of
     the broker's monotonic clock. waiting_for: shards whose ADMITTED or FENCED has not come. issued: grants issued to
-    it that it has not shown to have received, of which the first has number `issued_base`.
+    it that it has not shown to have received, of which the first has number `issued_base`. num_refused: refusals
+    that it reported and that are settled.
     """
 
     role: str
@@ -81,6 +82,7 @@ class Member:
     applied: dict[int, tuple[Applied, ...]] = field(default_factory=dict)
     issued: list[Grant] = field(default_factory=list)
     issued_base: int = 0
+    num_refused: int = 0
 
     @property
     def num_issued(self) -> int:

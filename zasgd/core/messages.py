@@ -56,6 +56,8 @@ class Kind(enum.IntEnum):
     ERR = 26
     STATUS = 27
     DONE = 28
+    LIVE = 29
+    ROUND = 30
 
 
 class Grant(NamedTuple):
@@ -80,10 +82,28 @@ class Applied(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A grant whose gradient never reached a shard, and why (`nonfinite`, ...)."""
+    """A grant whose gradient no shard applied, and why (`nonfinite`, ...); `number` counts them over a life, from 1."""
 
     grant: Grant
     reason: str
+    number: int
+
+
+class PushId(NamedTuple):
+    """A push unit of the run, whoever pushed it."""
+
+    incarnation: int
+    seq: int
+
+
+class Decision(NamedTuple):
+    """What shard 0 decided about synchronous pushes: the members of one round in their order, and who came too late.
+
+    Without members it is no round.
+    """
+
+    members: tuple[PushId, ...]
+    late: tuple[PushId, ...]
 
 
 # ---- checks: a decoded value -> the field's type ------------------------------------------------
@@ -121,6 +141,10 @@ def number(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
         raise _fail("a finite number")
     return float(value)
+
+
+def optional_number(value: Any) -> float | None:
+    return None if value is None else number(value)
 
 
 def plain_map(value: Any) -> dict[str, Any]:
@@ -168,10 +192,22 @@ def applied(value: Any) -> Applied:
     return Applied(integer(value[0]), many(grant, 1024)(value[1]))
 
 
-def refused(value: Any) -> Refused:
+def push_id(value: Any) -> PushId:
     if type(value) is not list or len(value) != 2:
-        raise _fail("a refusal (grant, reason)")
-    return Refused(grant(value[0]), text(value[1]))
+        raise _fail("a push (incarnation, seq)")
+    return PushId(integer(value[0]), integer(value[1]))
+
+
+def decision(value: Any) -> Decision:
+    if type(value) is not list or len(value) != 2:
+        raise _fail("a decision (members, late)")
+    return Decision(*(many(push_id, 65536)(item) for item in value))
+
+
+def refused(value: Any) -> Refused:
+    if type(value) is not list or len(value) != 3:
+        raise _fail("a refusal (grant, reason, number)")
+    return Refused(grant(value[0]), text(value[1]), integer(value[2]))
 
 
 def floats(value: Any) -> Array:
@@ -307,7 +343,8 @@ class Renew(Message):
 
     `seq` counts renewals of this incarnation. `got` is how many grants have arrived so far and `upto` how many
     the worker wants to have been issued in all, so a lost answer is repaired by the next renewal. `seeded` is
-    the incarnation that seeded this shard, 0 while none has. `facts` holds numbers for `zasgd status`.
+    the incarnation that seeded this shard, 0 while none has; `decisions` how many about rounds it has, of those that
+    shard 0 made. `facts` holds numbers for `zasgd status`.
     """
 
     kind = Kind.RENEW
@@ -321,6 +358,7 @@ class Renew(Message):
     refused: tuple[Refused, ...] = body(many(refused, 1024), ())
     fenced: tuple[int, ...] = body(many(integer), ())
     seeded: int = body(integer, 0)
+    decisions: int = body(integer, 0)
     facts: dict[str, Any] = body(plain_map, factory=dict)
 
 
@@ -344,10 +382,15 @@ class GrantMsg(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lease(Message):
-    """Answers the Renew `seq` of a shard or evaluator; `settled` are fenced incarnations it may forget."""
+    """Answers the Renew `seq` of a shard or evaluator; `settled` are fenced incarnations it may forget.
+
+    `live` and `num_workers` are those of the latest Live.
+    """
 
     kind = Kind.LEASE
     settled: tuple[int, ...] = body(many(integer), ())
+    live: int = body(integer, 0)
+    num_workers: int = body(integer, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -473,6 +516,28 @@ class Fenced(Message):
     pushes: tuple[Applied, ...] = body(many(applied, 64), ())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Live(Message):
+    """Tells a shard N, the number of workers that have work; `live` numbers these messages, an older one is void."""
+
+    kind = Kind.LIVE
+    live: int = body(integer)
+    num_workers: int = body(integer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Round(Message):
+    """Tells the broker, and through it the other shards, what shard 0 decided about synchronous pushes.
+
+    `decisions` are numbers `base`, `base + 1`, ... of all that it made, the first being 1. The broker answers with
+    DONE whose `seq` is the number up to which it has them all.
+    """
+
+    kind = Kind.ROUND
+    base: int = body(integer)
+    decisions: tuple[Decision, ...] = body(many(decision, 1024), ())
+
+
 def integer_u64(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 64:
         raise _fail("a 64-bit bitmap")
@@ -505,16 +570,24 @@ class Pull(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observe(Message):
-    """Asks a shard for its parameters without becoming a reason to keep a snapshot."""
+    """Asks a shard for its parameters without becoming a reason to keep a snapshot.
+
+    `whole` asks it to apply first what it has gathered for an update: an epoch or the run is over.
+    """
 
     kind = Kind.OBSERVE
+    whole: bool = body(boolean, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Params(Message):
-    """A shard's slice at `version`, from element `offset` on; answers Pull and Observe `seq`."""
+    """A shard's slice at `version`, from element `offset` on; answers Pull and Observe `seq`.
+
+    `samples` is the shard's sample clock.
+    """
 
     kind = Kind.PARAMS
+    samples: int = body(integer, 0)
     offset: int = body(integer, 0)
     params: tuple[Array, ...] = body(pieces, ())
     stats: Array = body(floats, factory=no_floats)
@@ -526,7 +599,9 @@ class Push(Message):
     """One part of a gradient computed on snapshot `version`; applied once when the part with `commit` is in.
 
     `grads` are consecutive pieces of the shard's slice from element `offset` on. The committing part names the
-    grants that the gradient consumed and how many samples it averages. `abort` discards what was staged.
+    grants that the gradient consumed, how many samples it averages, the mean `loss` over them, and in `presence` which
+    tensors of the layout's parameters got a gradient (bit i, lowest first; empty: all). `abort` discards what was
+    staged.
     """
 
     kind = Kind.PUSH
@@ -539,14 +614,20 @@ class Push(Message):
     counters: Array = body(counts, factory=no_counters)
     grants: tuple[Grant, ...] = body(many(grant, 1024), ())
     num_samples: int = body(integer, 0)
+    presence: bytes = body(blob, b"")
+    loss: float | None = body(optional_number, None)
     hyper: dict[str, Any] | None = body(optional_map, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ack(Message):
-    """A push or seeding is done: the shard's new `version`, the push's lag there, and the new parameters."""
+    """A push or seeding is done: the shard's new `version`, the push's lag there, and the new parameters.
+
+    `samples` is the shard's sample clock.
+    """
 
     kind = Kind.ACK
+    samples: int = body(integer, 0)
     lag: int = body(integer, 0)
     offset: int = body(integer, 0)
     params: tuple[Array, ...] = body(pieces, ())
@@ -566,6 +647,6 @@ MESSAGES: dict[Kind, type[Message]] = {
     for cls in (
         Describe, Description, Hello, Welcome, Rejoin, Init, Pull, Observe, Params, Push, Ack, Probe, Renew,
         GrantMsg, Lease, Admit, Admitted, Fence, Fenced, Bye, Expel, Evaluate, Result, Drain, StopMsg, Err,
-        Status, Done,
+        Status, Done, Live, Round,
     )
 }  # fmt: skip

@@ -100,6 +100,13 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """Append `row`, of plain values, to this process's record of the run."""
+
+    row: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """Something a person or the event log wants to know: past tense, with its facts."""
 
@@ -115,7 +122,7 @@ class Stop:
     code: int = 0
 
 
-Effect = Send | Dial | Compute | Save | Note | Stop
+Effect = Send | Dial | Compute | Save | Record | Note | Stop
 
 
 class Node(Protocol):

@@ -58,6 +58,10 @@ def _shard(member: Member) -> dict[str, Any]:
         "state": member.phase or member.state.value,
         **{name: _whole(facts.get(name, 0)) for name in ("version", "samples", "bytes", "resident_bytes")},
         "lag": lag_summary(facts.get("lags", Counter())),
+        "gap_rmse": _plain(facts.get("gap_rmse", 0.0)),
+        "damping": _plain(facts.get("damping", 1.0)),
+        "alarms": _whole(facts.get("alarms", 0)),
+        "alarm": facts.get("alarm", ""),
     }
 
 

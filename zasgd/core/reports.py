@@ -5,7 +5,9 @@ Decides which renewal carries what and when an entry may be forgotten; never dec
 
 from __future__ import annotations
 
-from zasgd.core.messages import Applied, Refused
+from collections.abc import Iterable
+
+from zasgd.core.messages import Applied, Grant, Refused
 
 KINDS = ("final", "torn", "refused")
 """Acknowledged by all shards; by some and refused by others; by none."""
@@ -16,10 +18,17 @@ class Reports:
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, str, Applied | Refused]] = []
+        self._num_refused = 0
 
-    def add(self, kind: str, what: Applied | Refused) -> None:
-        """Take note; no renewal has carried it yet."""
+    def add(self, kind: str, what: Applied) -> None:
+        """Take note of a push that is `final` or `torn`; no renewal has carried it yet."""
         self._entries.append((0, kind, what))
+
+    def add_refused(self, grants: Iterable[Grant], reason: str) -> None:
+        """Take note of batches that no shard applied; numbered, since being told twice must not count twice."""
+        for grant in grants:
+            self._num_refused += 1
+            self._entries.append((0, "refused", Refused(grant, reason, self._num_refused)))
 
     def carry(self, renewal: int) -> dict[str, tuple[Applied | Refused, ...]]:
         """The fields of Renew or Bye; entries that travel for the first time are marked with this renewal."""

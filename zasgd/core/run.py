@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zasgd.core.layout import Layout
 from zasgd.core.ledger import Ledger
 from zasgd.core.membership import Member, Membership, State
-from zasgd.core.messages import Message
+from zasgd.core.messages import Decision, Message
 from zasgd.core.node import Deadlines, Refusal, require
 from zasgd.core.tally import LossMeter, RateMeter
 
@@ -32,7 +33,7 @@ class BrokerConfig:
 
     run: random 32-bit id. recipe: JSON text that workers get. shard_config: JSON text that shards get. num_groups:
     parameter groups for which it holds hyper-parameters. data_port: where the relay listens. evaluate_every: epochs
-    between evaluations. wants_evaluator: wait for one at the end.
+    between evaluations. wants_evaluator: wait for one at the end. push_every: batches per push.
     """
 
     run: int
@@ -47,6 +48,37 @@ class BrokerConfig:
     window_bytes: int = 1 << 30
     evaluate_every: int = 1
     wants_evaluator: bool = False
+    push_every: int = 1
+
+
+class Decisions:
+    """A list of shard 0's decisions, numbered from 1, of which the beginning may be forgotten."""
+
+    def __init__(self) -> None:
+        self._kept: list[Decision] = []
+        self._forgotten = 0
+
+    @property
+    def count(self) -> int:
+        """How many were ever taken."""
+        return self._forgotten + len(self._kept)
+
+    def take(self, base: int, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
+        """Append those that follow without a gap; returns them."""
+        fresh = tuple(decisions[max(0, self.count + 1 - base) :]) if base <= self.count + 1 else ()
+        self._kept.extend(fresh)
+        return fresh
+
+    def after(self, number: int, at_most: int) -> tuple[Decision, ...]:
+        """Those behind `number`."""
+        begin = max(0, number - self._forgotten)
+        return tuple(self._kept[begin : begin + at_most])
+
+    def forget(self, number: int) -> None:
+        """Nobody will ask for those up to `number` any more."""
+        gone = max(0, min(number, self.count) - self._forgotten)
+        del self._kept[:gone]
+        self._forgotten += gone
 
 
 class Run:
@@ -55,7 +87,8 @@ class Run:
     open: every shard holds what the seeder sent. seeder: the incarnation that seeds or seeded, 0 for none. outcome:
     `completed`, `stopped`, `interrupted` or `failed`, empty before. ends: how many lives ended in which way. scores:
     of the last evaluation that succeeded; of the final parameters only if scores_are_final. evaluation_error: of the
-    last evaluation, if it failed.
+    last evaluation, if it failed. num_busy: workers that hold grants, as message number `live` told the shards.
+    decisions: of shard 0 about rounds.
     """
 
     def __init__(self, now: float, config: BrokerConfig) -> None:
@@ -70,6 +103,9 @@ class Run:
         self.books: Ledger | None = None
         self.open = False
         self.seeder = 0
+        self.live = 0
+        self.num_busy = 0
+        self.decisions = Decisions()
         self.outcome = ""
         self.exit_code = 0
         self.scores: dict[str, Any] = {}

@@ -1,25 +1,22 @@
 """One slice of the parameter vector: applies pushes to it, each at most once, and sends it back.
 
-Decides whether a push is served, known, too late or malformed, and what its lag is; the arithmetic is
-`kernels.ShardOptimizer`. Validate, then mark + apply + version as one call, then acknowledge. Never talks to another
+Decides whether a push is served, known, too late or malformed, and when it is applied: at once, in a round with others
+(mode sync), or when nobody falls too far behind by it (lag_policy block). What it does to the parameters is
+`parameters.Parameters`. Validate, then mark + apply + version as one call, then acknowledge. Never talks to another
 shard and never decides who is a member: it serves exactly the incarnations that the broker ADMITted and has not
 FENCEd.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from zasgd.core import wire
-from zasgd.core.kernels import ShardOptimizer, all_finite
-from zasgd.core.layout import Layout, Slice
+from zasgd.core.kernels import all_finite
+from zasgd.core.layout import Layout
 from zasgd.core.messages import (
     Ack,
     Admit,
@@ -27,70 +24,56 @@ from zasgd.core.messages import (
     Applied,
     Array,
     Bye,
+    Decision,
+    Done,
     Err,
     Fence,
     Fenced,
     Hello,
     Init,
     Lease,
+    Live,
     Message,
     Observe,
     Params,
     Probe,
     Pull,
     Push,
+    PushId,
     Renew,
+    Round,
     StopMsg,
     Welcome,
 )  # fmt: skip
-from zasgd.core.node import BROKER, OWN_STALL_S, Computed, Deadlines, Effect, Note, PeerId, Refusal, Send, Stop, require
-from zasgd.core.rules import GroupSpec, RuleSpec
-from zasgd.core.schedule import Schedule
-from zasgd.core.snapshot import Client, Outcome, Snapshot, frozen_copy
+from zasgd.core.node import (
+    BROKER,
+    OWN_STALL_S,
+    Computed,
+    Deadlines,
+    Effect,
+    Note,
+    PeerId,
+    Record,
+    Refusal,
+    Send,
+    Stop,
+    require,
+)  # fmt: skip
+from zasgd.core.optimizer import Piece
+from zasgd.core.parameters import Committed, Parameters, ShardConfig
+from zasgd.core.rounds import Rounds, Waiting
+from zasgd.core.snapshot import Client, Outcome, Snapshot
 
-MAX_LAG_BUCKET = 4095
 MAX_SAMPLES_PER_PUSH = 1 << 32
 MAX_SETTLED = 1024
 """Lives whose end is settled that are remembered, so that a late ADMIT does not bring one back."""
 HELLO_EVERY_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class ShardConfig:
-    """What a shard must know to apply pushes; the broker sends it as JSON in WELCOME.
-
-    window_bytes: unacknowledged push bytes it stages per worker. inflight: pushes a worker may have out beyond one.
-    """
-
-    num_shards: int
-    rule: RuleSpec
-    groups: tuple[GroupSpec, ...]
-    schedule: Schedule
-    window_bytes: int = 1 << 30
-    inflight: int = 0
-
-    def to_json(self) -> str:
-        """JSON text, the inverse of from_json."""
-        plain = {**{name: getattr(self, name) for name in ("num_shards", "window_bytes", "inflight")}}
-        plain["rule"] = self.rule.to_plain()
-        plain["groups"] = [g.to_plain() for g in self.groups]
-        plain["schedule"] = asdict(self.schedule)
-        return json.dumps(plain)
-
-    @classmethod
-    def from_json(cls, text: str) -> ShardConfig:
-        """Read what to_json wrote; raises ValueError for anything else."""
-        plain = json.loads(text)
-        schedule = plain["schedule"]
-        schedule["milestones"] = tuple(schedule["milestones"])
-        return cls(
-            num_shards=plain["num_shards"],
-            rule=RuleSpec.from_plain(plain["rule"]),
-            groups=tuple(GroupSpec.from_plain(g) for g in plain["groups"]),
-            schedule=Schedule(**schedule),
-            window_bytes=plain["window_bytes"],
-            inflight=plain["inflight"],
-        )
+LOOK_EVERY_S = 0.25
+"""How often held pushes are looked at again while no other push comes."""
+ASK_AGAIN_MS = 500
+"""A worker asks this much later again for a push that waits."""
+PATIENCE_STEPS, MIN_PATIENCE_S = 8, 1.0
+"""A worker counts as computing for so many of its own steps, and at least so long; then nobody waits for it."""
 
 
 class Shard:
@@ -104,10 +87,13 @@ class Shard:
         host: str = "",
         pid: int = 0,
         broker_timeout_s: float = 60.0,
+        records: bool = False,
+        records_pushes: bool = False,
     ) -> None:
         """token: random, names this process to the broker. endpoint: where workers can reach its data socket.
 
-        It ends with code 3 when the broker has been silent for `broker_timeout_s`.
+        It ends with code 3 when the broker has been silent for `broker_timeout_s`. records: emit a Record of all
+        that moves the parameters, for `zasgd replay`; records_pushes: gradients included.
         """
         self.hello = Hello(role="server", token=token, host=host, pid=pid, endpoint=endpoint)
         self.broker_timeout_s = broker_timeout_s
@@ -117,22 +103,18 @@ class Shard:
         self.lease_s = 0.0
         self.config: ShardConfig | None = None
         self.layout: Layout | None = None
-        self.samples_per_epoch = 0
-        self.slice = Slice(0, 0)
-        self.params = np.empty(0, np.float32)
-        self.stats = np.empty(0, np.float32)
-        self.counters = np.empty(0, np.int64)
-        self.optimizer: ShardOptimizer | None = None
+        self.values: Parameters | None = None
+        self.rounds = Rounds()
+        self.live = 0
         self.seeded_by = 0
-        self.version = 0
-        self.samples = 0
-        self.lags: Counter[int] = Counter()
         self.refusals: Counter[str] = Counter()
         self.clients: dict[int, Client] = {}
         self.fenced: dict[int, Fenced] = {}
         self._settled: deque[int] = deque(maxlen=MAX_SETTLED)
         self.renewals = 0
         self.stopped = False
+        self._records = records
+        self._records_pushes = records_pushes
         self._events = 0
         self._heard_at = now
         self._timers = Deadlines()
@@ -167,12 +149,12 @@ class Shard:
         for name in self._timers.pop_due(now):
             if now - self._heard_at > self.broker_timeout_s:
                 return self._stop(f"the broker has not answered for {self.broker_timeout_s:.0f} s", 3)
-            if name == "hello":
-                effects.append(Send(BROKER, self.hello))
-                self._timers.set("hello", now + HELLO_EVERY_S)
-            else:
-                effects += self._renew(now)
+            effects += _TIMERS[name](self, now)  # type: ignore[index]
         return effects
+
+    def _say_hello(self, now: float) -> list[Effect]:
+        self._timers.set("hello", now + HELLO_EVERY_S)
+        return [Send(BROKER, self.hello)]
 
     def leave(self, now: float, reason: str) -> list[Effect]:
         """Tell the broker and stop: the run cannot go on without this slice. Called by the shell."""
@@ -187,12 +169,27 @@ class Shard:
         """Raise InvariantError unless versions, snapshots and tables agree; deeper every 1,000 events."""
         require(self.seeded_by == 0 or self.layout is not None, "seeded without a layout")
         require(not (self.clients.keys() & self.fenced.keys()), "a fenced incarnation is still served")
-        require(self.version == sum(self.lags.values()), "version is not the number of applied pushes")
-        for client in self.clients.values():
-            require(all(v <= self.version for v in client.snapshots), "a snapshot is newer than the shard")
         if self._events % 1000 == 0:
-            for client in self.clients.values():
-                client.validate()
+            self._validate_all()
+
+    def _validate_all(self) -> None:
+        """The full sweep over everything that is kept."""
+        self.rounds.validate()
+        if self.values is not None:
+            self.values.validate(list(self.clients))
+        for client in self.clients.values():
+            client.validate()
+            require(all(v <= self.version for v in client.snapshots), "a snapshot is newer than the shard")
+
+    @property
+    def version(self) -> int:
+        """Updates applied."""
+        return self.values.version if self.values else 0
+
+    @property
+    def samples(self) -> int:
+        """The sample clock."""
+        return self.values.samples if self.values else 0
 
     # ---- the broker -------------------------------------------------------------------------------
 
@@ -218,6 +215,14 @@ class Shard:
                 for incarnation in msg.settled:
                     if self.fenced.pop(incarnation, None) is not None:
                         self._settled.append(incarnation)
+                return self._take_live(now, msg)
+            case Live():
+                return self._take_live(now, msg)
+            case Round():
+                self.rounds.told(msg.base, msg.decisions)
+                return self._carry_out(now)
+            case Done():
+                self.rounds.confirmed(msg.seq)
                 return []
             case Observe():
                 return self._observe(BROKER, msg)
@@ -234,18 +239,23 @@ class Shard:
             msg.lease_s,
         )
         # Compile before the first renewal says that this shard is ready: no push ever waits for a compiler.
-        ShardOptimizer(self.config.rule, self.config.groups, (), 0).warm()
+        self.config.optimizer().warm()
         self._timers.clear("hello")
         return [Note("welcomed", {"shard": self.number}), *self._renew(now)]
 
     def _admit(self, now: float, msg: Admit) -> list[Effect]:
         if msg.layout is not None and self.layout is None:
             try:
-                self._take_layout(msg.layout, msg.num_samples)
+                self.values = Parameters(self._config, msg.layout, self.number, msg.num_samples)
             except MemoryError:
                 return self._stop(f"no memory for a shard of a model of {msg.layout.num_parameters} parameters", 3)
+            self.layout = msg.layout
+            return [*self._record("shard", self.number, self.run, msg.layout.hash), *self._serve_newcomer(msg)]
         if self.layout is None:
             return []  # the broker repeats ADMIT with the layout until this shard has shown that it has it
+        return self._serve_newcomer(msg)
+
+    def _serve_newcomer(self, msg: Admit) -> list[Effect]:
         if msg.incarnation in self._settled:
             return []  # an old order, overtaken by the end of that life
         if msg.incarnation not in self.fenced and msg.incarnation not in self.clients:
@@ -253,27 +263,12 @@ class Shard:
             self.clients[msg.incarnation] = Client(msg.worker, msg.incarnation, config.inflight + 1)
         return [Send(BROKER, Admitted(**self._ids(msg)))]
 
-    def _take_layout(self, layout: Layout, num_samples: int) -> None:
-        config = self._config
-        self.layout, self.samples_per_epoch = layout, num_samples
-        self.slice, stats, counters = (
-            layout.slices(section, config.num_shards)[self.number] for section in ("params", "stats", "counters")
-        )
-        self.params = np.zeros(self.slice.size, np.float32)
-        self.stats = np.zeros(stats.size, np.float32)
-        self.counters = np.zeros(counters.size, np.int64)
-        self._new_optimizer()
-
-    def _new_optimizer(self) -> None:
-        config, layout = self._config, self.layout
-        require(layout is not None, "no layout")
-        segments = layout.segments(self.slice)  # type: ignore[union-attr]
-        self.optimizer = ShardOptimizer(config.rule, config.groups, segments, self.slice.size)
-
     def _fence(self, now: float, msg: Fence) -> list[Effect]:
         client = self.clients.pop(msg.incarnation, None)
         if msg.discard and self.seeded_by == msg.incarnation:
-            self._unseed()
+            self.seeded_by = 0
+            self._values.forget()
+        effects = self._forget_worker(now, msg.incarnation)
         if msg.incarnation not in self.fenced:
             client = client or Client(msg.worker, msg.incarnation, 1)
             self.fenced[msg.incarnation] = Fenced(
@@ -282,12 +277,22 @@ class Shard:
                 bitmap=client.window.bitmap,
                 pushes=tuple(client.pushes),
             )
-        return [Send(BROKER, self.fenced[msg.incarnation])]
+        return [*effects, Send(BROKER, self.fenced[msg.incarnation])]
 
-    def _unseed(self) -> None:
-        require(self.version == 0, "a shard that has applied pushes was told to forget them")
-        self.seeded_by = 0
-        self._new_optimizer()
+    def _forget_worker(self, now: float, incarnation: int) -> list[Effect]:
+        """Its momentum goes, and nobody waits for it any more."""
+        if self.values is None or not self.seeded_by:
+            return []
+        left = self._record("leave", incarnation) if self.values.leave(incarnation) else []
+        self.rounds.forget(incarnation)
+        return [*left, *self._move_on(now)]
+
+    def _take_live(self, now: float, msg: Lease | Live) -> list[Effect]:
+        """N, by which differences are divided and rounds are closed."""
+        if msg.live <= self.live or self.values is None:
+            return []
+        self.live, self.values.num_workers = msg.live, max(1, msg.num_workers)
+        return self._move_on(now)
 
     def _renew(self, now: float) -> list[Effect]:
         self.renewals += 1
@@ -301,21 +306,28 @@ class Shard:
             phase="seeded" if self.seeded_by else "ready",
             seeded=self.seeded_by,
             fenced=tuple(self.fenced),
+            decisions=self.rounds.num_known,
             facts=self.facts(),
         )
-        return [Send(BROKER, renewal)]
+        return [Send(BROKER, renewal), *self._publish()]
 
     def facts(self) -> dict[str, Any]:
         """What `zasgd status` and the summary show of this shard: plain numbers and maps with text keys."""
-        optimizer_bytes = self.optimizer.num_bytes() if self.optimizer else 0
-        own = self.params.nbytes + self.stats.nbytes + self.counters.nbytes + optimizer_bytes
+        values = self.values
+        if values is None:
+            return {"samples": 0, "bytes": 0, "resident_bytes": 0, "refusals": dict(self.refusals)}
+        alarm = values.guard.alarm
         return {
-            "samples": self.samples,
-            "bytes": self.params.nbytes,
-            "resident_bytes": own + sum(c.num_bytes for c in self.clients.values()),
-            "lags": {str(lag): n for lag, n in self.lags.items()},
+            "samples": values.samples,
+            "bytes": values.params.nbytes,
+            "resident_bytes": values.num_bytes + sum(c.num_bytes for c in self.clients.values()),
+            "lags": {str(lag): n for lag, n in values.lags.items()},
             "worker_lags": {str(c.worker): c.lag for c in self.clients.values()},
             "refusals": dict(self.refusals),
+            "gap_rmse": values.gap.rmse,
+            "damping": values.guard.damping,
+            "alarms": values.guard.num_alarms,
+            "alarm": alarm.reason if alarm else "",
         }
 
     # ---- workers and the evaluator ----------------------------------------------------------------
@@ -323,7 +335,7 @@ class Shard:
     def _on_data(self, now: float, peer: PeerId, msg: Message) -> list[Effect]:
         if isinstance(msg, Err):
             return []  # an ERR is never answered, or two peers could refuse each other for ever
-        if self.config is None or self.layout is None:
+        if self.config is None or self.layout is None or self.values is None:
             raise Refusal("UNSEEDED", "this shard has no layout yet", retry_after_ms=200)
         if msg.run != self.run:
             raise Refusal("WRONG_RUN", f"this shard serves run {self.run:08x}")
@@ -347,66 +359,89 @@ class Shard:
     def _observe(self, peer: PeerId, msg: Message) -> list[Effect]:
         if not self.seeded_by:
             raise Refusal("UNSEEDED", "this shard holds no parameters yet", retry_after_ms=200)
-        return self._reply(Params, peer, msg, self._snapshot())
+        whole = isinstance(msg, Observe) and msg.whole
+        effects = self._update() if whole else []
+        return [*effects, *self._reply(Params, peer, msg, self._values.observed())]
 
     def _pull(self, now: float, peer: PeerId, client: Client, msg: Message) -> list[Effect]:
         if not self.seeded_by:
             raise Refusal("UNSEEDED", "this shard holds no parameters yet", retry_after_ms=200)
-        snapshot = client.snapshots.get(self.version) or self._snapshot()
-        client.keep(snapshot)
+        snapshot = client.snapshots.get(self.version) or self._values.snapshot()
+        client.keep(snapshot, now)
         client.record(msg.seq, Outcome(push=False, version=self.version))
-        return self._reply(Params, peer, msg, snapshot)
+        return [
+            *self._record("pull", client.incarnation, msg.seq, self.version),
+            *self._reply(Params, peer, msg, snapshot),
+        ]
 
     def _probe(self, now: float, peer: PeerId, client: Client, msg: Message) -> list[Effect]:
+        if client.waiting is not None and client.waiting.committed.push.seq == msg.seq:
+            raise Refusal("WAITING", f"push {msg.seq} is here and waits for others", retry_after_ms=ASK_AGAIN_MS)
         raise Refusal("UNKNOWN_SEQ", f"push {msg.seq} is not here", retry_after_ms=0)
 
     def _init(self, now: float, peer: PeerId, client: Client, init: Init) -> list[Effect]:
         self._check_layout(init.layout_hash)
         if self.seeded_by:
             raise Refusal("ALREADY_SEEDED", f"incarnation {self.seeded_by} seeded this shard")
-        if init.part == 0 and (init.stats.size, init.counters.size) != (self.stats.size, self.counters.size):
-            raise Refusal("BAD_SHAPE", f"a seeder brings {self.stats.size} stats and {self.counters.size} counters")
+        values = self._values
+        own = (values.stats.size, values.counters.size)
+        if init.part == 0 and (init.stats.size, init.counters.size) != own:
+            raise Refusal("BAD_SHAPE", f"a seeder brings {own[0]} stats and {own[1]} counters")
         staged = self._stage(client, init.seq, init.offset, init.params)
         if init.part == 0:
-            self.stats[:], self.counters[:] = init.stats, init.counters
-        pieces = staged.covering(self.slice.size)
+            values.stats[:], values.counters[:] = init.stats, init.counters
+        pieces = staged.covering(values.slice.size)
         if pieces is None:
             return []
-        for offset, piece in pieces:
-            self.params[offset : offset + piece.size] = piece
+        values.seed(pieces)
         client.staged = None
         self.seeded_by = client.incarnation
         client.record(init.seq, Outcome(push=True, version=0))
-        return [Send(peer, Ack(**self._ids(init), seq=init.seq)), *self._renew(now)]
+        first = values.params.tobytes() if self._records_pushes else b""
+        return [
+            *self._record("seed", client.incarnation, first),
+            Send(peer, Ack(**self._ids(init), seq=init.seq)),
+            *self._renew(now),
+        ]
 
     def _push(self, now: float, peer: PeerId, client: Client, push: Push) -> list[Effect]:
         try:
-            return self._staged_push(peer, client, push)
+            return self._staged_push(now, peer, client, push)
         except Refusal as refusal:
             if refusal.retry_after_ms is None:
                 # The worker goes on without it: no late copy of this seq may be applied after all.
-                client.window.mark(push.seq)
+                client.record(push.seq, Outcome(push=True, version=self.version, refused=refusal.code))
                 if client.staged is not None and client.staged.seq == push.seq:
                     client.staged = None
+                self._give_up_round(push)
             raise
 
-    def _staged_push(self, peer: PeerId, client: Client, push: Push) -> list[Effect]:
+    def _give_up_round(self, push: Push) -> None:
+        """Mode sync: the other shards hear that shard 0 will never have this one."""
+        if self.number == 0 and self._config.rule.mode == "sync":
+            self._note_decision(Decision((), (PushId(push.incarnation, push.seq),)))
+
+    def _staged_push(self, now: float, peer: PeerId, client: Client, push: Push) -> list[Effect]:
         if client.staged is not None and push.seq < client.staged.seq:
             raise Refusal("OLD_SEQ", f"push {push.seq} was given up for {client.staged.seq}")
         if push.abort:
             client.staged = None
             return []
+        if client.waiting is not None:
+            raise Refusal("WAITING", "a push of this worker is here and waits for others", retry_after_ms=ASK_AGAIN_MS)
         snapshot = self._checked(client, push)
         staged = self._stage(client, push.seq, push.offset, push.grads)
         if not push.commit:
             return []
-        pieces = staged.covering(self.slice.size)
+        pieces = staged.covering(self._values.slice.size)
         if pieces is None:
             raise Refusal("INCOMPLETE", f"parts of push {push.seq} are missing", retry_after_ms=0)
         client.staged = None
         if not self._finite(pieces, push):
             raise Refusal("NONFINITE", "the gradient holds inf or NaN")
-        return self._reply(Ack, peer, push, self._apply(client, push, pieces, snapshot))
+        client.pushed(now)
+        waiting = Waiting(peer, Committed(client.incarnation, push, pieces, snapshot))
+        return _DISCIPLINES[self._config.rule.mode](self, now, client, waiting)
 
     def _checked(self, client: Client, push: Push) -> Snapshot:
         """The snapshot that a well-formed push was computed on; raises Refusal otherwise."""
@@ -417,6 +452,10 @@ class Shard:
         if snapshot is None:
             raise Refusal("NO_SNAPSHOT", f"nothing was sent to incarnation {client.incarnation} at {push.version}")
         self._check_buffers(push.stats, push.counters, wanted=push.commit)
+        if push.presence and len(push.presence) != -(-self._values.num_tensors // 8):
+            raise Refusal(
+                "BAD_FIELD", f"presence has {len(push.presence)} bytes for {self._values.num_tensors} tensors"
+            )
         granted = sum(g.num_samples for g in push.grants)
         if push.num_samples > MAX_SAMPLES_PER_PUSH or (push.grants and push.num_samples != granted):
             raise Refusal("BAD_FIELD", f"num_samples is {push.num_samples}, the grants hold {granted}")
@@ -429,65 +468,196 @@ class Shard:
 
     def _check_buffers(self, stats: Array, counters: Array, *, wanted: bool) -> None:
         """A push may leave buffers out; one that brings them brings all."""
-        for name, got, own in (("stats", stats, self.stats), ("counters", counters, self.counters)):
+        values = self._values
+        for name, got, own in (("stats", stats, values.stats), ("counters", counters, values.counters)):
             if got.size and (not wanted or got.size != own.size):
                 raise Refusal("BAD_SHAPE", f"{name} has {got.size} elements, this shard {own.size}")
 
     def _stage(self, client: Client, seq: int, offset: int, pieces: tuple[Array, ...]) -> Any:
         num_elements = sum(p.size for p in pieces)
-        if offset + num_elements > self.slice.size:
-            raise Refusal("BAD_SHAPE", f"elements {offset} to {offset + num_elements} of {self.slice.size}")
+        values = self._values
+        if offset + num_elements > values.slice.size:
+            raise Refusal("BAD_SHAPE", f"elements {offset} to {offset + num_elements} of {values.slice.size}")
         staged = client.stage(seq)
-        if staged.num_bytes + 4 * num_elements > max(self._config.window_bytes, self.params.nbytes):
+        if staged.num_bytes + 4 * num_elements > max(self._config.window_bytes, values.params.nbytes):
             client.staged = None
             raise Refusal("WINDOW", f"over {self._config.window_bytes} bytes are staged", retry_after_ms=100)
         staged.add(offset, pieces)
         return staged
 
-    def _finite(self, pieces: list[tuple[int, Array]], push: Push) -> bool:
+    def _finite(self, pieces: list[Piece], push: Push) -> bool:
         return all(all_finite(piece) for _, piece in pieces) and (not push.stats.size or all_finite(push.stats))
 
-    def _apply(self, client: Client, push: Push, pieces: list[tuple[int, Array]], snapshot: Snapshot) -> Snapshot:
-        """Mark, apply and count as one call; the returned snapshot is what the worker gets and computes on next."""
-        optimizer = self.optimizer
-        require(optimizer is not None, "no optimizer")
-        lr = self._config.schedule.lr_at(self.samples, self.samples_per_epoch)
-        sent = np.empty_like(self.params)
-        optimizer.apply(self.params, pieces, snapshot.params, lr, sent)  # type: ignore[union-attr]
-        sent.flags.writeable = False
-        if push.stats.size:
-            # What this batch changed, as with a gradient: BatchNorm's own momentum then counts once, not twice.
-            self.stats += _buffer_weight(self.version - snapshot.version) * (push.stats - snapshot.stats)
-        if push.counters.size:
-            np.maximum(self.counters, push.counters, out=self.counters)
-        client.lag = self.version - snapshot.version
-        self.lags[min(client.lag, MAX_LAG_BUCKET)] += 1
-        self.version += 1
-        self.samples += push.num_samples
-        new = Snapshot(self.version, sent, *self._buffers())
-        client.keep(new)
-        outcome = Outcome(push=True, version=self.version, lag=client.lag)
-        client.record(push.seq, outcome, Applied(push.seq, push.grants))
-        return new
+    # ---- when a push is applied -------------------------------------------------------------------
+
+    def _apply_or_hold(self, now: float, client: Client, waiting: Waiting) -> list[Effect]:
+        """Mode async: at once, unless the gate says otherwise."""
+        self._gate(waiting.committed)
+        if self._outruns_somebody(now, client):
+            client.waiting = waiting
+            self._timers.set("held", now + LOOK_EVERY_S)
+            return []
+        return [*self._apply(now, client, waiting), *self._move_on(now)]
+
+    def _apply(self, now: float, client: Client, waiting: Waiting) -> list[Effect]:
+        """Mark, apply and count as one call; the worker gets, and computes on next, what is sent back."""
+        base = waiting.committed.snapshot.version
+        new = self._values.apply(waiting.committed)
+        recorded = self._record_push("apply", waiting.committed, base)
+        return [*recorded, *self._acknowledge(now, client, waiting, new, self._values.last.lag)]
+
+    def _gate(self, push: Committed) -> None:
+        rule, lag = self._config.rule, self._values.lag_of(push.snapshot)
+        if rule.max_lag and rule.lag_policy == "drop" and lag >= rule.max_lag:
+            raise Refusal("LAG", f"the gradient is {lag} updates old, this run takes less than {rule.max_lag}")
+
+    def _outruns_somebody(self, now: float, client: Client) -> bool:
+        """Whether one more update would make the push that another worker is computing too late."""
+        rule = self._config.rule
+        if not rule.max_lag or rule.lag_policy != "block":
+            return False
+        others = (c for c in self.clients.values() if c is not client and c.waiting is None)
+        bases = sorted(c.newest for c in others if c.newest >= 0 and self._computes(now, c))
+        # They need one version each: the i-th of them is applied i versions after the first at the earliest.
+        return any(self.version + 1 + i - base >= rule.max_lag for i, base in enumerate(bases))
+
+    def _computes(self, now: float, client: Client) -> bool:
+        usual_s = PATIENCE_STEPS * client.step_s if client.step_s else self.lease_s
+        return now - client.sent_at <= max(MIN_PATIENCE_S, usual_s)
+
+    def _gather(self, now: float, client: Client, waiting: Waiting) -> list[Effect]:
+        """Mode buffer: compensated and acknowledged now, applied with others."""
+        self._gate(waiting.committed)
+        base = waiting.committed.snapshot.version
+        self._values.gather(waiting.committed)
+        effects = self._record_push("gather", waiting.committed, base)
+        lag = self._values.last.lag
+        if self._values.is_full:
+            effects += self._update()
+        return [*effects, *self._acknowledge(now, client, waiting, self._values.snapshot(), lag)]
+
+    def _update(self) -> list[Effect]:
+        """Apply what has been gathered, if anything."""
+        if not self._values.num_gathered:
+            return []
+        self._values.update()
+        return self._record("update", self.version, self._values.last.lr, self._values.last.weight)
+
+    def _await_round(self, now: float, client: Client, waiting: Waiting) -> list[Effect]:
+        """Mode sync: shard 0 decides about it now or with a later push; the others wait to be told."""
+        client.waiting = waiting
+        self.rounds.arrived[waiting.id] = waiting
+        effects: list[Effect] = []
+        if self.number == 0 and waiting.committed.snapshot.version < self.version:
+            effects += self._decide(Decision((), (waiting.id,)))
+        return [*effects, *self._move_on(now)]
+
+    def _close_round(self) -> list[Effect]:
+        """Shard 0: a round is made when `quorum` pushes are there, or one of every worker that has work."""
+        quorum = min(self._config.rule.quorum or self._values.num_workers, self._values.num_workers)
+        here = tuple(self.rounds.arrived)
+        return self._decide(Decision(here, ())) if here and len(here) >= quorum else []
+
+    def _decide(self, decision: Decision) -> list[Effect]:
+        self._note_decision(decision)
+        return self._publish()
+
+    def _note_decision(self, decision: Decision) -> None:
+        """It goes to the broker with the next one or with a renewal at the latest."""
+        number = self.rounds.decide(decision)
+        if self._config.num_shards == 1:
+            self.rounds.confirmed(number)  # there is nobody else to tell
+
+    def _publish(self) -> list[Effect]:
+        """What the broker has not confirmed of the decisions made here."""
+        base, decisions = self.rounds.unconfirmed()
+        if self.number or self._config.num_shards == 1 or not decisions:
+            return []
+        return [Send(BROKER, Round(**self._ids(), base=base, decisions=decisions))]
+
+    def _carry_out(self, now: float) -> list[Effect]:
+        """Everything that has been decided and can be done."""
+        effects: list[Effect] = []
+        while True:
+            for late in self.rounds.pop_late(self.clients):
+                effects += self._refuse_waiting(late, "the round was complete before this push came")
+            members = self.rounds.pop_round(self._never_comes)
+            if members is None:
+                return effects
+            effects += self._apply_round(now, members)
+
+    def _never_comes(self, push: PushId) -> bool:
+        """Its worker's life is over, or this shard has refused it for good."""
+        client = self.clients.get(push.incarnation)
+        return client is None or client.window.state(push.seq) != "new"
+
+    def _refuse_waiting(self, waiting: Waiting, text: str) -> list[Effect]:
+        """LATE: its batches are granted again, however often that happens."""
+        client, push = self.clients[waiting.committed.incarnation], waiting.committed.push
+        client.waiting = None
+        client.record(push.seq, Outcome(push=True, version=self.version, refused="LATE"))
+        self.refusals["LATE"] += 1
+        return [Send(waiting.peer, Refusal("LATE", text).answer(push, run=self.run, shard=self.number))]
+
+    def _apply_round(self, now: float, members: list[Waiting]) -> list[Effect]:
+        if not members:
+            return []  # all died before their pushes came here
+        new = self._values.apply_round([m.committed for m in members])
+        effects: list[Effect] = []
+        for member in members:
+            effects += self._record_push("member", member.committed, member.committed.snapshot.version)
+        effects += self._record("round", self.version, self._values.last.lr, self._values.last.weight)
+        for member in members:
+            effects += self._acknowledge(now, self.clients[member.committed.incarnation], member, new, 0)
+        return effects
+
+    def _move_on(self, now: float) -> list[Effect]:
+        """Something has changed that pushes may have waited for."""
+        if self._config.rule.mode == "sync":
+            return [*self._carry_out(now), *(self._close_and_carry_out(now) if self.number == 0 else [])]
+        if self._config.rule.lag_policy != "block":
+            return []
+        return self._release(now)
+
+    def _close_and_carry_out(self, now: float) -> list[Effect]:
+        decided = self._close_round()
+        return [*decided, *self._carry_out(now)]
+
+    def _release(self, now: float) -> list[Effect]:
+        """Apply held pushes, the oldest parameters first, as far as nobody falls too far behind."""
+        effects: list[Effect] = []
+        while True:
+            held = sorted((c for c in self.clients.values() if c.waiting), key=lambda c: (c.newest, c.incarnation))
+            client = next((c for c in held if not self._outruns_somebody(now, c)), None)
+            if client is None or client.waiting is None:
+                break
+            effects += self._apply(now, client, client.waiting)
+        if held:
+            self._timers.set("held", now + LOOK_EVERY_S)
+        return effects
+
+    def _acknowledge(self, now: float, client: Client, waiting: Waiting, new: Snapshot, lag: int) -> list[Effect]:
+        push = waiting.committed.push
+        client.waiting = None
+        client.lag = lag
+        client.keep(new, now)
+        client.record(push.seq, Outcome(push=True, version=new.version, lag=lag), Applied(push.seq, push.grants))
+        return self._reply(Ack, waiting.peer, push, new, lag)
+
+    # ---- answers ----------------------------------------------------------------------------------
 
     def _repeat(self, peer: PeerId, client: Client, msg: Message) -> list[Effect]:
         """Answer a known seq with the stored result; today's parameters would not be what was sent then."""
         outcome = client.outcomes.get(msg.seq)
         if outcome is None:
-            raise Refusal("OLD_SEQ", f"seq {msg.seq} was refused, or its result is no longer kept")
+            raise Refusal("OLD_SEQ", f"the result of seq {msg.seq} is no longer kept")
+        if outcome.refused:
+            raise Refusal(outcome.refused, f"push {msg.seq} was refused")
         snapshot = client.snapshots.get(outcome.version)
         cls = Ack if outcome.push else Params
         if snapshot is None or isinstance(msg, Init):
             return [Send(peer, cls(**self._ids(msg), seq=msg.seq, version=outcome.version))]
         return self._reply(cls, peer, msg, snapshot, outcome.lag)
-
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(self.version, frozen_copy(self.params), *self._buffers())
-
-    def _buffers(self) -> tuple[Array, Array]:
-        """Copies of the buffers; an empty one is its own copy."""
-        stats, counters = self.stats, self.counters
-        return (frozen_copy(stats) if stats.size else stats), (frozen_copy(counters) if counters.size else counters)
 
     def _reply(
         self,
@@ -507,10 +677,28 @@ class Shard:
             buffers: dict[str, Any] = {"stats": snapshot.stats, "counters": snapshot.counters} if i == 0 else {}
             reply = cls(
                 **self._ids(msg), seq=msg.seq, version=snapshot.version, part=i, parts=len(parts), inline=msg.inline,
-                offset=offset, params=pieces, **buffers, **extra,
+                samples=snapshot.samples, offset=offset, params=pieces, **buffers, **extra,
             )  # fmt: skip
             effects.append(Send(peer, reply))
         return effects
+
+    # ---- the record -------------------------------------------------------------------------------
+
+    def _record(self, what: str, *facts: Any) -> list[Effect]:
+        return [Record((what, *facts))] if self._records else []
+
+    def _record_push(self, what: str, committed: Committed, base: int) -> list[Effect]:
+        """One push as it was counted; see docs/replay.md for the columns."""
+        if not self._records:
+            return []
+        push, values = committed.push, self._values
+        worker = self.clients[committed.incarnation].worker
+        grads = b"".join(piece.tobytes() for _, piece in committed.pieces) if self._records_pushes else b""
+        row = (
+            values.version, worker, committed.incarnation, push.seq, base, values.last.lag, values.num_workers,
+            values.last.lr, values.last.weight, push.num_samples, push.grants, push.presence, push.loss, grads,
+        )  # fmt: skip
+        return [Record((what, *row))]
 
     # ---- small things -----------------------------------------------------------------------------
 
@@ -518,6 +706,11 @@ class Shard:
     def _config(self) -> ShardConfig:
         require(self.config is not None, "not welcomed")
         return self.config  # type: ignore[return-value]
+
+    @property
+    def _values(self) -> Parameters:
+        require(self.values is not None, "no layout yet")
+        return self.values  # type: ignore[return-value]
 
     def _ids(self, msg: Message | None = None) -> dict[str, Any]:
         """F0 fields of what this shard sends: about itself, or in answer to a worker's `msg`."""
@@ -527,16 +720,9 @@ class Shard:
 
     def _stop(self, reason: str, code: int) -> list[Effect]:
         self.stopped = True
-        return [Stop(reason, code)]
-
-
-def _buffer_weight(lag: int) -> np.float32:
-    """How much of a worker's change to a float buffer counts.
-
-    A buffer that each batch moves by the fraction h towards its own value is stable under a lag of tau while
-    weight * h < 2 sin(pi / (2 (2 tau + 1))) (RULES T6); 1 / (1 + tau) is for every h up to 1.
-    """
-    return np.float32(1.0 / (1 + lag))
+        values = self.values
+        ended = self._record("end", values.version, values.digest()) if values and self._records else []
+        return [*ended, Stop(reason, code)]
 
 
 _SERVED: dict[type[Message], Callable[[Shard, float, PeerId, Client, Any], list[Effect]]] = {
@@ -544,4 +730,14 @@ _SERVED: dict[type[Message], Callable[[Shard, float, PeerId, Client, Any], list[
     Pull: Shard._pull,
     Push: Shard._push,
     Probe: Shard._probe,
+}
+_DISCIPLINES: dict[str, Callable[[Shard, float, Client, Waiting], list[Effect]]] = {
+    "async": Shard._apply_or_hold,
+    "buffer": Shard._gather,
+    "sync": Shard._await_round,
+}
+_TIMERS: dict[str, Callable[[Shard, float], list[Effect]]] = {
+    "hello": Shard._say_hello,
+    "renew": Shard._renew,
+    "held": Shard._move_on,
 }

@@ -6,14 +6,19 @@ snapshots, one staged push. Never applies anything.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zasgd.core.messages import Applied, Array
 from zasgd.core.node import require
+
+if TYPE_CHECKING:
+    from zasgd.core.rounds import Waiting
 
 WINDOW = 64
 _MASK = (1 << WINDOW) - 1
@@ -45,12 +50,17 @@ class SeqWindow:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The values sent to a worker at `version`: exactly what it computes on. Never written after it is made."""
+    """The values sent to a worker at `version`: exactly what it computes on. Never written after it is made.
+
+    samples: the sample clock, pushes: how many had been counted, when it was made.
+    """
 
     version: int
     params: Array
     stats: Array
     counters: Array
+    samples: int = 0
+    pushes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -60,11 +70,15 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a seq was answered: `push` tells an ACK from a PARAMS; version after it; lag of the push."""
+    """How a seq was answered: `push` tells an ACK from a PARAMS; version after it; lag of the push.
+
+    refused: the code of a final refusal, empty otherwise.
+    """
 
     push: bool
     version: int
     lag: int = 0
+    refused: str = ""
 
 
 @dataclass(slots=True)
@@ -95,7 +109,11 @@ class Staged:
 
 
 class Client:
-    """One admitted incarnation, as one shard sees it."""
+    """One admitted incarnation, as one shard sees it.
+
+    waiting: its push that is not applied yet. newest: version of the latest snapshot, sent at `sent_at`; -1 before.
+    step_s: running mean of the time from what was sent to the push computed on it, 0 before the first.
+    """
 
     def __init__(self, worker: int, incarnation: int, num_snapshots: int) -> None:
         self.worker = worker
@@ -106,7 +124,17 @@ class Client:
         self.outcomes: OrderedDict[int, Outcome] = OrderedDict()
         self.pushes: deque[Applied] = deque(maxlen=WINDOW)
         self.staged: Staged | None = None
+        self.waiting: Waiting | None = None
         self.lag = 0
+        self.newest = -1
+        self.sent_at = -math.inf
+        self.step_s = 0.0
+
+    def pushed(self, now: float) -> None:
+        """A push has come: how long since its parameters were sent is the pace of this worker."""
+        took_s = max(0.0, now - self.sent_at)
+        if math.isfinite(took_s):
+            self.step_s = took_s if not self.step_s else self.step_s + 0.2 * (took_s - self.step_s)
 
     def record(self, seq: int, outcome: Outcome, applied: Applied | None = None) -> None:
         """Remember that `seq` was answered, and the push unit that it was."""
@@ -117,8 +145,9 @@ class Client:
         if applied is not None:
             self.pushes.append(applied)
 
-    def keep(self, snapshot: Snapshot) -> None:
+    def keep(self, snapshot: Snapshot, now: float) -> None:
         """Keep a snapshot that is being sent; the oldest gives way."""
+        self.newest, self.sent_at = snapshot.version, now
         self.snapshots[snapshot.version] = snapshot
         self.snapshots.move_to_end(snapshot.version)
         while len(self.snapshots) > self.num_snapshots:

@@ -11,6 +11,7 @@ import dataclasses
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,9 @@ _F0 = struct.Struct("<2sBBHHIIQQIHHII")
 HEADER_BYTES = _F0.size
 _KNOWN_FLAGS = COMMIT | ABORT | INLINE
 
-_LONG_BODIED = frozenset((Kind.HELLO, Kind.WELCOME, Kind.ADMIT, Kind.STATUS, Kind.FENCED))
+_LONG_BODIED = frozenset(
+    (Kind.HELLO, Kind.WELCOME, Kind.ADMIT, Kind.STATUS, Kind.FENCED, Kind.RENEW, Kind.BYE, Kind.GRANT, Kind.ROUND)
+)
 """Kinds that carry a layout, a report or the grants of 64 pushes: a model of 1,000 tensors does not fit into 64 KiB."""
 _WITH_ARRAYS = frozenset((Kind.INIT, Kind.PARAMS, Kind.PUSH, Kind.ACK))
 
@@ -67,6 +70,8 @@ class _Schema:
     required: frozenset[str]
     defaults: dict[str, Any]
     """Field name -> the object that stands for "absent"; MISSING for a required field."""
+    read: Callable[[Message], tuple[Any, ...]]
+    """The values of these fields, in the same order."""
 
 
 def _schema(cls: type[Message]) -> _Schema:
@@ -77,7 +82,14 @@ def _schema(cls: type[Message]) -> _Schema:
         {f.name: f.metadata["check"] for f in fields},
         frozenset(name for name, default in defaults.items() if default is dataclasses.MISSING),
         defaults,
+        _reader(list(defaults)),
     )
+
+
+def _reader(names: list[str]) -> Callable[[Message], tuple[Any, ...]]:
+    if len(names) > 1:
+        return attrgetter(*names)  # one call for all: every message that leaves passes here
+    return lambda msg: tuple([getattr(msg, name) for name in names])
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -115,8 +127,8 @@ def encode(msg: Message) -> list[Buffer]:
 def _content(msg: Message) -> dict[str, Any]:
     """The map of F1; a field that is left at its default is left out."""
     content: dict[str, Any] = {}
-    for name, default in _SCHEMAS[msg.kind].defaults.items():
-        value = getattr(msg, name)
+    schema = _SCHEMAS[msg.kind]
+    for (name, default), value in zip(schema.defaults.items(), schema.read(msg), strict=True):
         if value is not default and not (type(value) is np.ndarray and not value.size):
             content[name] = value.to_plain() if type(value) is Layout else value
     return content
@@ -131,16 +143,23 @@ def _flags(msg: Message) -> int:
 
 def read_header(frame: Buffer) -> Header:
     """Decode F0, or raise WireError naming what is wrong with it."""
-    if len(frame) < 3 or bytes(frame[:2]) != MAGIC:
-        raise WireError("F0 does not begin with ZA: not a zasgd peer")
-    if frame[2] != PROTOCOL_VERSION:  # before the length, which another version may change
-        raise WireError(f"the peer speaks protocol {frame[2]}, not {PROTOCOL_VERSION}", "WRONG_PROTOCOL")
     if len(frame) != HEADER_BYTES:
-        raise WireError(f"F0 has {len(frame)} bytes, not {HEADER_BYTES}")
+        raise _not_ours(frame)
     header = Header._make(_F0.unpack(frame))
-    if max(header.seq, header.version) >= 1 << 63:  # F1 could not repeat them
+    if header.magic != MAGIC or header.protocol != PROTOCOL_VERSION:
+        raise _not_ours(frame)
+    if header.seq >= 1 << 63 or header.version >= 1 << 63:  # F1 could not repeat them
         raise WireError("seq and version must be below 2^63", "BAD_FIELD")
     return header
+
+
+def _not_ours(frame: Buffer) -> WireError:
+    """What is wrong with the beginning or the length of an F0."""
+    if len(frame) < 3 or bytes(frame[:2]) != MAGIC:
+        return WireError("F0 does not begin with ZA: not a zasgd peer")
+    if frame[2] != PROTOCOL_VERSION:  # before the length, which another version may change
+        return WireError(f"the peer speaks protocol {frame[2]}, not {PROTOCOL_VERSION}", "WRONG_PROTOCOL")
+    return WireError(f"F0 has {len(frame)} bytes, not {HEADER_BYTES}")
 
 
 def decode(frames: Sequence[Buffer]) -> Message:
@@ -170,6 +189,8 @@ def _check_header(header: Header) -> None:
 
 
 def _check_buffers(header: Header, buffers: Sequence[Buffer]) -> None:
+    if not buffers and not header.num_buffers and not header.num_bytes:
+        return
     sizes = [len(b) for b in buffers]
     if header.num_buffers != len(sizes) or header.num_bytes != sum(sizes):
         raise WireError("F0 does not count the buffers that follow")
@@ -208,6 +229,9 @@ def split(flat: Array, max_part_bytes: int = MAX_PART_BYTES) -> Iterator[tuple[i
     """
     part_len = max(1, max_part_bytes // flat.itemsize)
     frame_len = min(part_len, codec.MAX_FRAME_BYTES // flat.itemsize)
+    if len(flat) <= frame_len:
+        yield 0, (flat,)
+        return
     for start in range(0, max(1, len(flat)), part_len):
         part = flat[start : start + part_len]
         yield start, tuple(part[i : i + frame_len] for i in range(0, max(1, len(part)), frame_len))

@@ -32,7 +32,6 @@ from zasgd.core.messages import (
     Params,
     Pull,
     Push,
-    Refused,
     Rejoin,
     Renew,
     StopMsg,
@@ -59,7 +58,7 @@ from zasgd.core.snapshot import WINDOW
 
 HELLO_EVERY_S = 0.5
 GRANTS_AHEAD_S = 0.5
-"""A worker asks for about this much work ahead, at least 2 and at most MAX_GRANTS_AHEAD batches."""
+"""A worker asks for about this much work ahead, at least one push and at most MAX_GRANTS_AHEAD batches."""
 MAX_GRANTS_AHEAD = 32
 STALE_AFTER_S = 0.25
 """Parameters that lay idle this long are pulled again before they are computed on."""
@@ -69,12 +68,18 @@ BYE_EVERY_S = 0.5
 BYE_FOR_S = 3.0
 
 
+def most_grants_out(push_every: int) -> int:
+    """How many grants a broker lets one worker hold: those of two pushes, at least 64."""
+    return max(64, 2 * push_every)
+
+
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A computed gradient over a whole batch.
+    """What a worker pushes: the mean gradient of its batches, or what local steps over them led to.
 
     grads: float32, the flat params vector's size. stats: float32 and counters: int64, the buffers after the
-    batch. loss: mean over the batch. finite: no inf or NaN in grads.
+    last batch. num_samples: of all batches; loss: mean over them. finite: no inf or NaN in grads. presence: bit i,
+    lowest first, says that tensor i of the layout's parameters got a gradient; empty: all did.
     """
 
     grads: Array
@@ -83,14 +88,19 @@ class Gradient:
     num_samples: int
     loss: float
     finite: bool
+    presence: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientTask:
-    """Adopt `pieces` (new parameters and buffers), then compute the gradient of the batch `grant`."""
+    """Adopt `pieces` (new parameters and buffers), then compute on the batches `grants`.
 
-    grant: Grant
+    samples: the sample clock at which the parameters were sent, for schedules that a worker follows itself.
+    """
+
+    grants: tuple[Grant, ...]
     pieces: tuple[Piece, ...]
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +143,7 @@ class WorkerConfig:
     name: keeps its id across restarts. data_path: `relay` through the broker or `direct` to the shards.
     connect_timeout_s: for the first answer of a broker. broker_timeout_s: silence after which it gives up.
     min_step_s: a step takes at least this long (paced runs). grace_s: how long a leave may wait for the batch in hand.
+    push_every: batches per push, as far as they have been granted.
     """
 
     name: str = ""
@@ -143,6 +154,7 @@ class WorkerConfig:
     broker_timeout_s: float = 30.0
     min_step_s: float = 0.0
     grace_s: float = 10.0
+    push_every: int = 1
 
 
 class Worker:
@@ -190,10 +202,11 @@ class Worker:
         self.window_bytes = 0
         self.versions: dict[int, int] = {}
         self.pieces: tuple[Piece, ...] = ()
+        self.sample_clock = 0
         self.fresh_at = -math.inf
         self.exchange: Exchange | None = None
         self.task: GradientTask | None = None
-        self.grant: Grant | None = None
+        self.in_hand: tuple[Grant, ...] = ()
         self.grants: deque[Grant] = deque()
         self.got = 0
         self.open = False
@@ -230,19 +243,22 @@ class Worker:
     def on_done(self, now: float, done: Computed) -> list[Effect]:
         """A Gradient for the task in hand, or Failed; the result of any other task is of a former life."""
         self._events += 1
-        if self.phase is not Phase.COMPUTING or done.task is not self.task or self.grant is None:
+        if self.phase is not Phase.COMPUTING or done.task is not self.task:
             return []
         self.task = None
         if isinstance(done.result, Failed):
             self.exit_code = 1
             return self._leave_now(now, f"failed: {done.result.error}")
         if done.result.finite:
-            return self._push(now, self.grant, done.result)
-        grant, self.grant = self.grant, None
-        self.reports.add("refused", Refused(grant, "nonfinite"))
+            return self._push(now, done.result)
+        grants, self.in_hand = self.in_hand, ()
+        notes: list[Effect] = []
+        self.reports.add_refused(grants, "nonfinite")
+        for grant in grants:
+            notes.append(Note("gradient_refused", {**grant._asdict(), "reason": "nonfinite"}))
         self.dry = False
         self._enter(Phase.IDLE)
-        return [Note("gradient_refused", {**grant._asdict(), "reason": "nonfinite"}), *self._advance(now)]
+        return [*notes, *self._advance(now)]
 
     def on_timer(self, now: float) -> list[Effect]:
         """HELLO, renewals, doubts about requests, pacing, and giving up."""
@@ -284,9 +300,9 @@ class Worker:
         busy = self.phase in (Phase.PULLING, Phase.PUSHING, Phase.SEEDING)
         require((self.exchange is not None) == busy, f"an exchange in phase {self.phase}")
         require((self.task is not None) == (self.phase is Phase.COMPUTING), f"a task in phase {self.phase}")
-        require((self.grant is not None) == (self.phase in (Phase.COMPUTING, Phase.PUSHING)), "grant in hand")
+        require(bool(self.in_hand) == (self.phase in (Phase.COMPUTING, Phase.PUSHING)), "grants in hand")
         require(self.reports.num_pushes <= WINDOW, "too many unconfirmed pushes")
-        require(len(self.grants) <= 64, "grants are hoarded")
+        require(len(self.grants) <= most_grants_out(self.config.push_every), "grants are hoarded")
 
     # ---- the broker -------------------------------------------------------------------------------
 
@@ -362,7 +378,7 @@ class Worker:
 
     def _renew(self, now: float) -> list[Effect]:
         self.renewals += 1
-        waiting = self.phase is Phase.IDLE and not self.grants
+        waiting = self.phase is Phase.IDLE and len(self.grants) < self.config.push_every
         self._timers.set("renew", now + min(self.lease_s / 4, IDLE_RENEW_S if waiting else math.inf))
         return [Send(BROKER, Renew(**self._ids(), seq=self.renewals, **self._carried(), **self._progress()))]
 
@@ -384,10 +400,15 @@ class Worker:
         }
 
     def _ahead(self) -> int:
-        """How many batches to hold: enough for GRANTS_AHEAD_S of work, few while its pace is unknown."""
+        """How many batches to hold beyond those in hand: for GRANTS_AHEAD_S of work, one push at first.
+
+        What a slow worker holds in reserve keeps an epoch open, and fast ones without work.
+        """
+        each = self.config.push_every
         if not self._step_s:
-            return 2
-        return max(2, min(MAX_GRANTS_AHEAD, math.ceil(GRANTS_AHEAD_S / max(self._step_s, 1e-3))))
+            return each
+        pushes = max(1, min(MAX_GRANTS_AHEAD // each, math.ceil(GRANTS_AHEAD_S / max(self._step_s, 1e-3))))
+        return pushes * each
 
     # ---- steps ------------------------------------------------------------------------------------
 
@@ -397,14 +418,17 @@ class Worker:
             return []
         if self.leaving:
             return self._leave_now(now, self.leaving)
-        low = self.open and not self.dry and len(self.grants) <= self._ahead() // 2
-        wants_broker = (low or self.reports.num_pushes >= WINDOW // 2) and self.renewals == self.answered
         effects = self._next_step(now)
+        least = max(self._ahead() // 2, self.config.push_every - 1)
+        low = self.open and not self.dry and len(self.grants) <= least
+        wants_broker = (low or self.reports.num_pushes >= WINDOW // 2) and self.renewals == self.answered
         return effects + (self._renew(now) if wants_broker else [])
 
     def _next_step(self, now: float) -> list[Effect]:
         if not self.grants or not self.open or self.reports.num_pushes >= WINDOW:
             return []
+        if len(self.grants) < self.config.push_every and not self.dry:
+            return []  # the rest of this push's batches has been asked for
         paced_at = self._step_began_at + self.config.min_step_s
         if now < paced_at:
             self._timers.set("pace", paced_at)
@@ -440,12 +464,13 @@ class Worker:
 
     def _compute(self, now: float) -> list[Effect]:
         self._enter(Phase.COMPUTING)
-        self.grant = self.grants.popleft()
+        count = min(self.config.push_every, len(self.grants))
+        self.in_hand = tuple(self.grants.popleft() for _ in range(count))
         self._step_began_at = now
-        self.task, self.pieces = GradientTask(self.grant, self.pieces), ()
+        self.task, self.pieces = GradientTask(self.in_hand, self.pieces, self.sample_clock), ()
         return [Compute(self.task)]
 
-    def _push(self, now: float, grant: Grant, done: Gradient) -> list[Effect]:
+    def _push(self, now: float, done: Gradient) -> list[Effect]:
         self._samples += done.num_samples
         self._loss_sum += done.loss * done.num_samples
         slices = {s: self.layout.slices(s, self.num_shards) for s in ("params", "stats", "counters")}
@@ -455,8 +480,10 @@ class Worker:
             cuts = list(wire.split(done.grads[own["params"].start : own["params"].stop]))
             committing: dict[str, Any] = {
                 "commit": True,
-                "grants": (grant,),
+                "grants": self.in_hand,
                 "num_samples": done.num_samples,
+                "presence": done.presence,
+                "loss": done.loss if math.isfinite(done.loss) else None,
                 "stats": done.stats[own["stats"].start : own["stats"].stop],
                 "counters": done.counters[own["counters"].start : own["counters"].stop],
             }
@@ -511,11 +538,12 @@ class Worker:
             self.fresh_at = -math.inf
             return
         self.versions, self.pieces, self.fresh_at = exchange.versions, pieces, now
+        self.sample_clock = exchange.samples
 
     def _pushed(self, now: float, exchange: Exchange) -> list[Effect]:
         """Every shard has answered a push: final, torn or refused, never in between."""
-        grant, self.grant = self.grant, None
-        require(grant is not None, "a push without a grant")
+        grants, self.in_hand = self.in_hand, ()
+        require(grants, "a push without a grant")
         self.steps += 1
         self.dry = False
         self.lags = exchange.lags
@@ -523,12 +551,13 @@ class Worker:
         self._step_s = took if not self._step_s else self._step_s + 0.2 * (took - self._step_s)
         refusals = exchange.refusals
         if not refusals:
-            self.reports.add("final", Applied(exchange.seq, (grant,)))  # type: ignore[arg-type]
+            self.reports.add("final", Applied(exchange.seq, grants))
             return []
         if len(refusals) == self.num_shards:
-            self.reports.add("refused", Refused(grant, next(iter(refusals.values()))))  # type: ignore[arg-type]
+            # LATE costs its batches nothing, so it goes before whatever another shard may have said
+            self.reports.add_refused(grants, "LATE" if "LATE" in refusals.values() else next(iter(refusals.values())))
         else:
-            self.reports.add("torn", Applied(exchange.seq, (grant,)))  # type: ignore[arg-type]
+            self.reports.add("torn", Applied(exchange.seq, grants))
         return [Note("push_refused", {"seq": exchange.seq, "shards": {str(k): c for k, c in refusals.items()}})]
 
     # ---- the end ----------------------------------------------------------------------------------
@@ -537,7 +566,8 @@ class Worker:
         """Say BYE, repeated until the broker has it; it hears from the shards what was applied."""
         self.leaving = reason
         self.phase = Phase.LEAVING
-        self.exchange = self.task = self.grant = None
+        self.exchange = self.task = None
+        self.in_hand = ()
         self._timers = Deadlines()
         self._timers.set("bye_over", now + BYE_FOR_S)
         return self._bye(now)
@@ -548,7 +578,8 @@ class Worker:
 
     def _stop(self, reason: str, code: int) -> list[Effect]:
         self.phase = Phase.STOPPED
-        self.exchange = self.task = self.grant = None
+        self.exchange = self.task = None
+        self.in_hand = ()
         return [Stop(reason, code)]
 
     # ---- timers -----------------------------------------------------------------------------------

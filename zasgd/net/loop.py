@@ -11,13 +11,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
 from zasgd.core import wire
 from zasgd.core.codec import Buffer, WireError
 from zasgd.core.messages import Err, Kind
-from zasgd.core.node import Compute, Dial, Effect, Node, Note, PeerId, Save, Send, Stop
+from zasgd.core.node import Compute, Dial, Effect, Node, Note, PeerId, Record, Save, Send, Stop
 from zasgd.net.links import Links
 
 MAX_POLL_S = 60.0
@@ -37,9 +38,10 @@ class Loop:
         compute: Callable[[Compute], None] | None = None,
         note: Callable[[Note], None] | None = None,
         save: Callable[[Save], None] | None = None,
+        record: Callable[[tuple[Any, ...]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """compute, note, save: carry out those effects; they must return at once."""
+        """compute, note, save, record: carry out those effects; they must return at once."""
         self.node = node
         self.links = links
         self.garbage: Counter[str] = Counter()
@@ -47,6 +49,7 @@ class Loop:
         self._compute = compute
         self._note = note
         self._save = save
+        self._record = record
         self._posted: deque[Callable[[float], list[Effect]]] = deque()
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stop: Stop | None = None
@@ -150,6 +153,8 @@ class Loop:
                 self.links.dial(effect.peer, effect.endpoint)
             elif isinstance(effect, Save) and self._save:
                 self._save(effect)
+            elif isinstance(effect, Record) and self._record:
+                self._record(effect.row)
             elif isinstance(effect, Stop):
                 self._stop = effect
         self._carrying = False

@@ -18,7 +18,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
@@ -31,6 +32,7 @@ from zasgd.core.worker import Failed
 from zasgd.net import sockets
 from zasgd.net.links import BrokerLinks, MemberLinks, ShardLinks
 from zasgd.net.loop import Loop
+from zasgd.net.record import RecordWriter
 from zasgd.net.relay import Relay
 
 
@@ -95,10 +97,17 @@ def run_shard(
     advertise: str = "",
     *,
     broker_timeout_s: float = 60.0,
+    record_to: Path | None = None,
+    record_pushes: bool = False,
 ) -> Stop:
-    """Serve one shard of the broker's run. `bind`: HOST:PORT for data, port 0 picks one. Raises sockets.BindError."""
+    """Serve one shard of the broker's run. `bind`: HOST:PORT for data, port 0 picks one. Raises sockets.BindError.
+
+    record_to: folder for the record that `zasgd replay` reads; record_pushes: gradients included.
+    """
     raise_file_limit()
-    with _context() as ctx:
+    with ExitStack() as stack:
+        ctx = stack.enter_context(_context())
+        record = stack.enter_context(RecordWriter(record_to)) if record_to else None
         data = sockets.router(ctx, bind, control=False)
         bound_port = sockets.split_address(str(data.get_string(zmq.LAST_ENDPOINT)))[1]
         host = sockets.split_address(advertise)[0] if advertise else _reachable(sockets.split_address(bind)[0])
@@ -110,8 +119,10 @@ def run_shard(
             host_name(),
             os.getpid(),
             broker_timeout_s=broker_timeout_s,
+            records=record is not None,
+            records_pushes=record_pushes,
         )
-        loop = Loop(node, ShardLinks(ctx, broker, data), note=_freeze_heap_when_compiled)
+        loop = Loop(node, ShardLinks(ctx, broker, data), note=_freeze_heap_when_compiled, record=record)
         with _leaving_on_signals(node, loop):
             return loop.run()
 

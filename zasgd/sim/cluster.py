@@ -6,22 +6,24 @@ may be replaced by a subclass, which is how a test plants a bug.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zasgd.core.broker import Broker
 from zasgd.core.evaluator import Evaluator
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.ledger import num_batches
 from zasgd.core.messages import Array, Grant
+from zasgd.core.parameters import ShardConfig
 from zasgd.core.rules import GroupSpec, RuleSpec
 from zasgd.core.run import BrokerConfig
 from zasgd.core.schedule import Schedule
-from zasgd.core.shard import Shard, ShardConfig
+from zasgd.core.shard import Shard
 from zasgd.core.worker import Worker, WorkerConfig
 from zasgd.sim.faults import Faults, Link
 from zasgd.sim.invariants import Observer, TableSizes, Tallies
 from zasgd.sim.problems import Gradients, Quadratic, SimulatedWork, TaskTimes, UniformTimes, zero_vectors
-from zasgd.sim.world import SCHEME, State, World
+from zasgd.sim.world import SCHEME, Problem, State, Watch, World
 
 RUN = 0x5EED
 
@@ -41,7 +43,11 @@ def small_layout(num_params: int = 128) -> Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a simulated run trains and on how many processes. step_s: mean of a task, give or take half."""
+    """What a simulated run trains and on how many processes.
+
+    step_s: mean of a task, give or take half. config: what the broker is told, in place of what the other fields say of
+    the run. member: of each worker, but for its name, host and pid.
+    """
 
     num_workers: int = 4
     num_shards: int = 2
@@ -55,6 +61,8 @@ class Plan:
     rule: RuleSpec = field(default_factory=lambda: RuleSpec("dc-asgd-a"))
     groups: tuple[GroupSpec, ...] = (GroupSpec(momentum=0.9, nesterov=True), GroupSpec(weight_decay=1e-4))
     lr: float = 0.01
+    config: BrokerConfig | None = None
+    member: WorkerConfig = field(default_factory=WorkerConfig)
     broker: type[Broker] = Broker
     shard: type[Shard] = Shard
     worker: type[Worker] = Worker
@@ -70,7 +78,9 @@ class Plan:
 class Cluster:
     """The processes of one run and those who watch them.
 
-    Processes are called `broker`, `shard-0`, ..., `worker-0`, ..., `evaluator`; `world` drives them.
+    Processes are called `broker`, `shard-0`, ..., `worker-0`, ..., `evaluator`; `world` drives them. problem: what
+    workers compute, in place of `gradients` in `times`. initial: what the first worker seeds the run with. watches: in
+    place of `observer` and `tables`, without which `settle` has nothing to say. traced, validate_every: see World.
     """
 
     def __init__(
@@ -83,19 +93,27 @@ class Cluster:
         times: TaskTimes | None = None,
         bad: frozenset[tuple[int, int]] = frozenset(),
         link: Link | None = None,
+        problem: Problem | None = None,
+        initial: Mapping[str, Array] | None = None,
+        watches: Sequence[Watch] | None = None,
+        traced: bool = True,
+        validate_every: int = 1,
     ) -> None:
         self.plan = plan
         self.observer = Observer(plan.num_shards)
         self.tables = TableSizes()
-        self.initial = zero_vectors(plan.layout)
+        self.initial = zero_vectors(plan.layout) if initial is None else initial
         self.work = SimulatedWork(
             plan.layout,
             gradients or Quadratic(plan.layout.sizes["params"]),
             times or UniformTimes(plan.step_s, 0.5, seed + 1),
             bad=bad,
         )
-        watches = (self.observer, self.tables)
-        self.world = World(seed, link=link, faults=faults, problem=self.work, watches=watches)
+        watching = (self.observer, self.tables) if watches is None else watches
+        self.world = World(
+            seed, link=link, faults=faults, problem=problem or self.work, watches=watching, traced=traced,
+            validate_every=validate_every,
+        )  # fmt: skip
         self.world.add("broker", self._new_broker)
         for k in range(plan.num_shards):
             self.add_shard(k)
@@ -113,13 +131,16 @@ class Cluster:
         def new(now: float, life: int) -> Shard:
             return self.plan.shard(now, _token(name, life), SCHEME + name, host=name, pid=life + 1)
 
-        self.world.add(name, new)
+        self.world.add(name, new, serves=True)
 
     def add_worker(self, process: str, *, name: str = "", at_s: float = 0.0, data_path: str = "relay") -> None:
         """A worker process, each life with a new token; `name` keeps its worker id."""
 
         def new(now: float, life: int) -> Worker:
-            config = WorkerConfig(name=name, host=process, pid=life + 1, data_path=data_path)
+            config = replace(
+                self.plan.member, name=name, host=process, pid=life + 1, data_path=data_path,
+                push_every=self.plan.rule.push_every,
+            )  # fmt: skip
             token = _token(process, life)
             return self.plan.worker(now, token, config, self.plan.layout, self.plan.num_samples, self._seed_values)
 
@@ -139,21 +160,23 @@ class Cluster:
 
     def _new_broker(self, now: float, life: int) -> Broker:
         plan = self.plan
+        return plan.broker(now, plan.config or self._config())
+
+    def _config(self) -> BrokerConfig:
+        plan = self.plan
         schedule = Schedule(lr=plan.lr, epochs=plan.epochs)
         shard_config = ShardConfig(plan.num_shards, plan.rule, plan.groups, schedule)
-        return plan.broker(
-            now,
-            BrokerConfig(
-                run=RUN,
-                recipe="{}",
-                num_shards=plan.num_shards,
-                epochs=plan.epochs,
-                batch_size=plan.batch_size,
-                num_groups=len(plan.groups),
-                shard_config=shard_config.to_json(),
-                lease_s=plan.lease_s,
-                wants_evaluator=plan.evaluator,
-            ),
+        return BrokerConfig(
+            run=RUN,
+            recipe="{}",
+            num_shards=plan.num_shards,
+            epochs=plan.epochs,
+            batch_size=plan.batch_size,
+            num_groups=len(plan.groups),
+            shard_config=shard_config.to_json(),
+            lease_s=plan.lease_s,
+            wants_evaluator=plan.evaluator,
+            push_every=plan.rule.push_every,
         )
 
     # ---- reading -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What goes wrong, as frozen data on logical time.
+"""What goes wrong and what the network costs, as frozen data on logical time.
 
 Decides the fate of each message and when processes die, freeze and come back. All chance comes from the one
 generator handed in by the world, is seeded once and never again for a message.
@@ -6,6 +6,7 @@ generator handed in by the world, is seeded once and never again for a message.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -16,13 +17,26 @@ from zasgd.core.messages import Kind
 DUPLICATE_AFTER_S = 2.0
 """A random duplicate comes up to this much after the first copy: in the midst of the next exchange."""
 
+BULK = frozenset((Kind.INIT, Kind.PARAMS, Kind.PUSH, Kind.ACK))
+"""What carries gradients or parameters; everything else is a few hundred bytes."""
+
+_NO_FAULT: tuple[bool, float, tuple[float, ...]] = (False, 0.0, ())
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A connection without faults: first in, first out, each message `latency_s` plus up to `jitter_s`."""
+    """A connection without faults: first in, first out, each message `latency_s` plus up to `jitter_s`.
+
+    bytes_per_s: of a server's line in each direction, which all that talk to it share.
+    """
 
     latency_s: float = 0.002
     jitter_s: float = 0.003
+    bytes_per_s: float = math.inf
+
+    def round_trip_s(self, num_bytes: float) -> float:
+        """Expected seconds of a message of `num_bytes` and an answer of the same size over an idle line."""
+        return 2.0 * (self.latency_s + 0.5 * self.jitter_s + num_bytes / self.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,37 +131,62 @@ class Network:
     """When each message arrives, how often, or that it never does.
 
     Messages of one connection keep their order (TCP) unless a fault delays one: a delayed one is overtaken.
+
+    A server's line carries its BULK messages one after another, in the order in which they are sent, those that come
+    to it apart from those that leave it (full duplex): each holds the line for its bytes / `bytes_per_s` and then
+    takes the latency. Any other message pays the latency alone: between connections TCP shares a line, so a renewal
+    does not wait for the gradients of thirty workers. Whatever is lost, late or repeated by a fault has held the line
+    once. Nobody but a server has a line that could be full.
     """
 
     def __init__(self, draw: random.Random, link: Link, faults: Faults) -> None:
         self._draw = draw
         self._link = link
         self._faults = faults
+        self._quiet = not (faults.drop or faults.duplicate or faults.delay or faults.stall)
+        self._limited = link.bytes_per_s < math.inf
         self._seen: Counter[int] = Counter()
         self._latest: dict[tuple[str, str], float] = {}
+        self._downlinks: dict[str, float] = {}
+        self._uplinks: dict[str, float] = {}
 
-    def arrivals(self, now: float, sender: str, receiver: str, kind: Kind) -> list[float]:
-        """Virtual times at which a message sent `now` is delivered; empty when it is lost."""
+    def serve(self, name: str) -> None:
+        """`name` is a server: all its peers share its line."""
+        self._downlinks[name] = self._uplinks[name] = 0.0
+
+    def arrivals(self, now: float, sender: str, receiver: str, kind: Kind, num_bytes: int = 0) -> list[float]:
+        """Virtual times at which a message of `num_bytes` sent `now` is delivered; empty when it is lost."""
         lose, late_s, again_s = self._chance(now)
         for i, tamper in enumerate(self._faults.tampers):
             if self._hits(i, tamper, sender, receiver, kind):
                 lose, late_s = lose or tamper.lose, late_s + tamper.late_s
-                again_s += [tamper.copy_after_s * (n + 1) for n in range(tamper.copies)]
-        first = self._in_order(now, sender, receiver, late_s)
+                again_s = (*again_s, *(tamper.copy_after_s * (n + 1) for n in range(tamper.copies)))
+        left_at = self._carried_at(now, sender, receiver, num_bytes) if self._limited and kind in BULK else now
+        first = self._in_order(left_at, sender, receiver, late_s)
+        if not again_s:
+            return [] if lose else [first]
         again = [first + after_s for after_s in again_s]
         return again if lose else [first, *again]
 
-    def _chance(self, now: float) -> tuple[bool, float, list[float]]:
+    def _carried_at(self, now: float, sender: str, receiver: str, num_bytes: int) -> float:
+        """When the last byte has passed the line of the server that sends or receives it."""
+        took_s = num_bytes / self._link.bytes_per_s
+        for line, name in ((self._uplinks, sender), (self._downlinks, receiver)):
+            if name in line:
+                now = line[name] = max(now, line[name]) + took_s
+        return now
+
+    def _chance(self, now: float) -> tuple[bool, float, tuple[float, ...]]:
         """Whether it is lost, how late it is, and how much later each copy comes."""
-        f = self._faults
-        draws = [self._draw.random() for _ in range(6)]
-        if not f.from_s <= now < f.until_s:
-            return False, 0.0, []
-        late_s = f.stall_s if draws[2] < f.stall else 0.0
-        if draws[3] < f.delay:
-            late_s += draws[4] * f.delay_s
-        again_s = [DUPLICATE_AFTER_S * draws[5]] if draws[1] < f.duplicate else []
-        return draws[0] < f.drop, late_s, again_s
+        draw, f = self._draw.random, self._faults
+        # Drawn even where nothing can go wrong, so that the jitter of a run is the same with a fault and without.
+        lost, twice, stalled, delayed, by, after = draw(), draw(), draw(), draw(), draw(), draw()
+        if self._quiet or not f.from_s <= now < f.until_s:
+            return _NO_FAULT
+        late_s = f.stall_s if stalled < f.stall else 0.0
+        if delayed < f.delay:
+            late_s += by * f.delay_s
+        return lost < f.drop, late_s, (DUPLICATE_AFTER_S * after,) if twice < f.duplicate else ()
 
     def _hits(self, index: int, tamper: Tamper, sender: str, receiver: str, kind: Kind) -> bool:
         if kind != tamper.kind or tamper.sender not in ("", sender) or tamper.receiver not in ("", receiver):
@@ -155,10 +194,10 @@ class Network:
         self._seen[index] += 1
         return tamper.nth <= self._seen[index] < tamper.nth + tamper.times
 
-    def _in_order(self, now: float, sender: str, receiver: str, late_s: float) -> float:
-        at = now + self._link.latency_s + self._draw.random() * self._link.jitter_s
+    def _in_order(self, left_at: float, sender: str, receiver: str, late_s: float) -> float:
+        at = left_at + self._link.latency_s + self._draw.random() * self._link.jitter_s
         if late_s:
             return at + late_s
-        at = max(at, self._latest.get((sender, receiver), 0.0))
-        self._latest[sender, receiver] = at
+        line = sender, receiver
+        at = self._latest[line] = max(at, self._latest.get(line, 0.0))
         return at

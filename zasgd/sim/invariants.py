@@ -1,7 +1,7 @@
 """An independent record of what the shards applied, and what must hold of it whatever goes wrong.
 
-Decides whether a simulated run was right: it looks at messages and at each shard's version, never at the
-tables by which the cores decide, and compares its own count with the ledger's at the end. Every check raises
+Decides whether a simulated run was right: it looks at messages and at each shard's version and sample clock, never at
+the tables by which the cores decide, and compares its own count with the ledger's at the end. Every check raises
 InvariantError. Nothing here knows of faults.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zasgd.core.ledger import Ledger
-from zasgd.core.messages import Ack, Admit, Applied, Bye, Fence, Grant, GrantMsg, Message, Push, Renew
-from zasgd.core.node import Effect, Node, require
+from zasgd.core.messages import Ack, Admit, Applied, Bye, Fence, Grant, GrantMsg, Init, Message, Push, Renew
+from zasgd.core.node import Effect, Node, Send, require
 from zasgd.core.shard import Shard
 
 
@@ -27,9 +27,16 @@ class Unit(NamedTuple):
     seq: int
 
 
+class Claim(NamedTuple):
+    """What a push that came says of itself."""
+
+    grants: tuple[Grant, ...]
+    num_samples: int
+
+
 @dataclass(slots=True)
 class Application:
-    """How one unit was applied on one shard: the version it made, its grants, and what was acknowledged."""
+    """How one unit was taken by one shard: the version it was answered with, its grants, what was acknowledged."""
 
     version: int
     grants: tuple[Grant, ...]
@@ -38,11 +45,18 @@ class Application:
 
 @dataclass(slots=True)
 class ShardRecord:
-    """What one shard has been seen to do."""
+    """What one shard has been seen to do.
+
+    gathered: pushes taken since the version last moved, in mode buffer. came: pushes that were not taken yet.
+    """
 
     version: int = 0
+    samples: int = 0
+    gathered: int = 0
     admitted: set[int] = field(default_factory=set)
     fenced: set[int] = field(default_factory=set)
+    seedings: set[Unit] = field(default_factory=set)
+    came: dict[Unit, Claim] = field(default_factory=dict)
     applied: dict[Unit, Application] = field(default_factory=dict)
 
 
@@ -57,10 +71,11 @@ class Tallies(NamedTuple):
 class Observer:
     """Watches every event of a run over `num_shards` shards.
 
-    version = number of distinct applied pushes; nothing applied twice, unadmitted, ungranted or once fenced;
-    no batch applied by two pushes; an acknowledgement follows its apply and says the same each time; what a
-    worker calls final was applied by every shard; a batch goes to another worker only when every shard has
-    fenced the last one, or when that one refused it.
+    A push is taken in the event that acknowledges it first, and then version and sample clock must say so: in mode
+    async each push makes a version, in sync each round of them, and in buffer an update makes one of those gathered.
+    Nothing is taken twice, unadmitted, ungranted or once fenced; no batch by two pushes; an acknowledgement says the
+    same each time; what a worker calls final was taken by every shard; a batch goes to another worker only when every
+    shard has fenced the last one, or when that one refused it.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -77,15 +92,17 @@ class Observer:
         if not isinstance(node, Shard) or node.number not in self.shards:
             return
         record = self.shards[node.number]
-        moved = node.version - record.version
-        record.version = node.version
-        if moved:
-            require(moved == 1, f"one event moved the version of shard {node.number} by {moved}")
-            self._applied(node.number, record, message)
-        if isinstance(message, Admit):
-            record.admitted.add(message.incarnation)
-        elif isinstance(message, Fence):
-            record.fenced.add(message.incarnation)
+        match message:
+            case Push(commit=True) if _unit(message) not in record.applied:
+                record.came[_unit(message)] = Claim(message.grants, message.num_samples)
+            case Init():
+                record.seedings.add(_unit(message))
+            case Admit():
+                record.admitted.add(message.incarnation)
+            case Fence():
+                record.fenced.add(message.incarnation)
+        acks = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Ack) and not e.message.part]
+        self._moved(record, node, message, [ack for ack in acks if _unit(ack) not in record.seedings])
 
     def sent(self, at_s: float, name: str, node: Node, message: Message) -> None:
         """Hold what a core says against what was seen."""
@@ -99,26 +116,39 @@ class Observer:
 
     # ---- checks ------------------------------------------------------------------------------------
 
-    def _applied(self, number: int, record: ShardRecord, message: Message | None) -> None:
-        if not isinstance(message, Push):
-            what = type(message).__name__ if message is not None else "a timer"
-            require(False, f"shard {number} changed its version on {what}")
-            return
-        unit = Unit(message.worker, message.incarnation, message.seq)
+    def _moved(self, record: ShardRecord, shard: Shard, message: Message | None, acks: list[Ack]) -> None:
+        """Hold version and sample clock against the pushes that this event acknowledged for the first time."""
+        before = record.version, record.samples
+        record.version, record.samples = shard.version, shard.samples
+        what = f"shard {shard.number} on {type(message).__name__ if message is not None else 'a timer'}"
+        made = [a for a in acks if _unit(a) not in record.applied or a.version > before[0]]
+        if made and before == (record.version, record.samples):
+            require(False, f"{what} acknowledged {_unit(made[0])} before it applied it")
+        samples = sum([self._taken(shard.number, record, ack) for ack in made])
+        mode = shard.config.rule.mode if shard.config else "async"
+        _COUNTS[mode](record, what, before[0], [ack.version for ack in made])
+        moved = record.samples - before[1]
+        require(moved == samples, f"{what} moved its sample clock by {moved}, the pushes that it took hold {samples}")
+
+    def _taken(self, number: int, record: ShardRecord, ack: Ack) -> int:
+        """One push was taken; its samples."""
+        unit = _unit(ack)
         require(unit not in record.applied, f"shard {number} applied {unit} twice")
+        require(unit in record.came, f"shard {number} acknowledged {unit}, which never came")
         require(unit.incarnation in record.admitted, f"shard {number} applied {unit}, never admitted there")
         require(unit.incarnation not in record.fenced, f"shard {number} applied {unit} after it was fenced")
-        record.applied[unit] = Application(record.version, message.grants)
-        require(record.version == len(record.applied), f"shard {number}: version is not the number of pushes")
-        for grant in message.grants:
+        grants, num_samples = record.came.pop(unit)
+        record.applied[unit] = Application(ack.version, grants)
+        for grant in grants:
             require(grant in self._granted[unit.incarnation], f"{unit} consumed {grant}, never granted to it")
             first = self._appliers.setdefault((grant.epoch, grant.batch), unit)
             require(first == unit, f"{grant} was applied by {first} and again by {unit}")
+        return num_samples
 
     def _acknowledged(self, ack: Ack) -> None:
-        if ack.version == 0:
-            return  # of a seeding
-        unit = Unit(ack.worker, ack.incarnation, ack.seq)
+        unit = _unit(ack)
+        if unit in self.shards[ack.shard].seedings:
+            return
         application = self.shards[ack.shard].applied.get(unit)
         require(application is not None, f"shard {ack.shard} acknowledged {unit} before it applied it")
         if application is None or ack.part > 0 or not ack.params:
@@ -178,6 +208,45 @@ class Observer:
         told = Tallies(ledger.once, ledger.torn, ledger.skipped)
         require(seen == told, f"the ledger says {told}, the shards did {seen}")
         return seen
+
+
+def _unit(message: Message) -> Unit:
+    return Unit(message.worker, message.incarnation, message.seq)
+
+
+# ---- how pushes and versions go together: before: the version; versions: of the pushes taken, in order ----
+
+
+def _each_makes_one(record: ShardRecord, what: str, before: int, versions: list[int]) -> None:
+    """Mode async: held pushes may be applied in one event, but each is an update of its own."""
+    made = list(range(before + 1, record.version + 1))
+    require(versions == made, f"{what} made the versions {made}, its pushes {versions}")
+
+
+def _a_round_makes_one(record: ShardRecord, what: str, before: int, versions: list[int]) -> None:
+    """Mode sync: no round without a member, none out of order."""
+    made = list(range(before + 1, record.version + 1))
+    require(sorted(versions) == versions, f"{what} answered rounds out of order: {versions}")
+    require(sorted(set(versions)) == made, f"{what} made the versions {made}, its rounds {sorted(set(versions))}")
+
+
+def _an_update_makes_one(record: ShardRecord, what: str, before: int, versions: list[int]) -> None:
+    """Mode buffer: a push is answered with the version after it, and an update is one of something."""
+    moved = record.version - before
+    record.gathered += len(versions)
+    require(0 <= moved <= 1, f"{what} moved its version by {moved}")
+    require(len(versions) <= 1, f"{what} gathered {len(versions)} pushes")
+    require(all(v == record.version for v in versions), f"{what} answered {versions} at version {record.version}")
+    if moved:
+        require(record.gathered > 0, f"{what} made an update of nothing")
+        record.gathered = 0
+
+
+_COUNTS: dict[str, Callable[[ShardRecord, str, int, list[int]], None]] = {
+    "async": _each_makes_one,
+    "sync": _a_round_makes_one,
+    "buffer": _an_update_makes_one,
+}
 
 
 class TableSizes:

@@ -7,8 +7,11 @@ apart from the world's.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import cycle
+from statistics import fmean
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,10 +22,16 @@ from zasgd.core.messages import Array, Grant
 from zasgd.core.worker import Gradient, GradientTask
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
+Row = TypeVar("Row")
 
 
 class TaskTimes(Protocol):
     """Virtual seconds of the next task of a named machine."""
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of a task, on average over tasks and machines."""
+        ...
 
     def next(self, machine: str) -> float:
         """Seconds of one task, over 0."""
@@ -33,6 +42,7 @@ class UniformTimes:
     """Every task takes `mean_s` give or take the fraction `spread`, whatever the machine."""
 
     def __init__(self, mean_s: float, spread: float, seed: int) -> None:
+        self.mean_s = mean_s
         self._low_s, self._high_s = mean_s * (1.0 - spread), mean_s * (1.0 + spread)
         self._draw = random.Random(seed)
 
@@ -49,22 +59,74 @@ class GammaTimes:
     """
 
     def __init__(self, mean_s: float, *, heterogeneous: bool, seed: int) -> None:
-        self._mean_s = mean_s
+        self.mean_s = mean_s
         self._heterogeneous = heterogeneous
         self._draw = random.Random(seed)
         self._machine_means_s: dict[str, float] = {}
 
     def next(self, machine: str) -> float:
         """Seconds of one task on `machine`."""
-        return self._draw.gammavariate(100.0, self._machine_mean_s(machine) / 100.0)
+        return _gamma_task_s(self._draw, self._machine_mean_s(machine))
 
     def _machine_mean_s(self, machine: str) -> float:
         if not self._heterogeneous:
-            return self._mean_s
+            return self.mean_s
         if machine not in self._machine_means_s:
             spread = 0.6**2
-            self._machine_means_s[machine] = self._draw.gammavariate(1.0 / spread, self._mean_s * spread)
+            self._machine_means_s[machine] = self._draw.gammavariate(1.0 / spread, self.mean_s * spread)
         return self._machine_means_s[machine]
+
+
+def _gamma_task_s(draw: random.Random, mean_s: float) -> float:
+    return draw.gammavariate(100.0, mean_s / 100.0)
+
+
+class _Rows(Generic[Row]):
+    """Which row of a table a machine has."""
+
+    def __init__(self, rows: Mapping[str, Row]) -> None:
+        self._rows = dict(rows)
+        self._in_turn = cycle(list(rows.values()))
+
+    def of(self, machine: str) -> Row:
+        if machine not in self._rows:
+            self._rows[machine] = next(self._in_turn)
+        return self._rows[machine]
+
+
+class MachineTimes:
+    """Machines with known means: each task is Gamma(shape 100, scale machine mean/100).
+
+    means_s: by machine; any other machine takes the rows in turn, in the order in which such machines first ask.
+    """
+
+    def __init__(self, means_s: Mapping[str, float], seed: int) -> None:
+        self.mean_s = fmean(means_s.values())
+        self._rows = _Rows(means_s)
+        self._draw = random.Random(seed)
+
+    def next(self, machine: str) -> float:
+        """Seconds of one task on `machine`."""
+        return _gamma_task_s(self._draw, self._rows.of(machine))
+
+
+class RecordedTimes:
+    """Task times as they were measured, in order and then from the beginning again.
+
+    seconds: by machine, none empty; any other machine takes the rows in turn, in the order in which such machines
+    first ask, and begins at the row's beginning.
+    """
+
+    def __init__(self, seconds: Mapping[str, Sequence[float]]) -> None:
+        self.mean_s = fmean(fmean(row) for row in seconds.values())
+        self._rows = _Rows(seconds)
+        self._taken: Counter[str] = Counter()
+
+    def next(self, machine: str) -> float:
+        """Seconds of the machine's next task."""
+        row = self._rows.of(machine)
+        self._taken[machine] += 1
+        return row[(self._taken[machine] - 1) % len(row)]
 
 
 class Gradients(Protocol):
@@ -135,25 +197,28 @@ class SimulatedWork:
         self._vectors: dict[str, dict[str, Array]] = {}
 
     def __call__(self, name: str, life: int, task: Any) -> tuple[float, Any]:
-        """Virtual seconds of `task`, and a Gradient for a GradientTask or scores for a ScoreTask."""
+        """Virtual seconds of `task`, a task time per batch, and a Gradient or, for a ScoreTask, scores."""
         vectors = self._adopt(name, task.pieces)
         if isinstance(task, ScoreTask):
             return self._score_s, {"norm": float(np.linalg.norm(vectors["params"]))}
-        return self._times.next(name), self._gradient(vectors, task)
+        return sum(self._times.next(name) for _ in task.grants), self._gradient(vectors, task)
 
     def params(self, name: str) -> Vector:
         """The parameters that the named process has adopted."""
         return self._vectors[name]["params"]
 
     def _gradient(self, vectors: dict[str, Array], task: GradientTask) -> Gradient:
-        grant = task.grant
+        """The mean over the batches, each with the weight of its samples; one batch's gradient as it is."""
+        grants, last = task.grants, task.grants[-1]
+        found = [self._gradients.of(vectors["params"], grant) for grant in grants]
+        mean = found[0] if len(found) == 1 else np.average(found, 0, [g.num_samples for g in grants])
         return Gradient(
-            grads=self._gradients.of(vectors["params"], grant),
-            stats=np.full_like(vectors["stats"], grant.batch),
-            counters=np.full_like(vectors["counters"], grant.epoch),
-            num_samples=grant.num_samples,
+            grads=mean.astype(np.float32, copy=False),
+            stats=np.full_like(vectors["stats"], last.batch),
+            counters=np.full_like(vectors["counters"], last.epoch),
+            num_samples=sum(g.num_samples for g in grants),
             loss=1.0,
-            finite=(grant.epoch, grant.batch) not in self._bad,
+            finite=not any((g.epoch, g.batch) in self._bad for g in grants),
         )
 
     def _adopt(self, name: str, pieces: Sequence[Piece]) -> dict[str, Array]:

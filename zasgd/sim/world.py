@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,6 +29,7 @@ from zasgd.core.node import (
     Node,
     Note,
     PeerId,
+    Record,
     Save,
     Send,
     Stop,
@@ -131,6 +133,7 @@ class World:
     seed: of everything that is left to chance here. problem: carries out Compute effects. watches: judges.
     names: process behind a peer name. A peer that is not among them is looked up in the links that the sender
     dialled; the process `x` is dialled at `sim://x`, any other endpoint or none means the broker's relay.
+    validate_every: a core validates itself after each of so many events, 0 for never. traced: whether a trace is kept.
     """
 
     def __init__(
@@ -143,18 +146,22 @@ class World:
         watches: Sequence[Watch] = (),
         names: Mapping[PeerId, str] | None = None,
         keep_trace: int = 200,
+        traced: bool = True,
+        validate_every: int = 1,
     ) -> None:
         self.seed = seed
         self.now = 0.0
-        self.trace = Trace(keep_trace)
+        self.trace = Trace(keep_trace, wanted=traced)
         self.notes: list[tuple[float, str, Note]] = []
         self.saved: dict[tuple[str, str], Any] = {}
+        self.records: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
         self.processes: dict[str, Process] = {}
         self._draw = random.Random(seed)
         self._faults = faults or Faults()
         self._network = Network(self._draw, link or Link(), self._faults)
         self._problem = problem
         self._watches = tuple(watches)
+        self._validate_every = validate_every
         self._names = {BROKER: "broker", **(names or {})}
         self._heap: list[_Event] = []
         self._order = 0
@@ -162,13 +169,30 @@ class World:
 
     # ---- what a story tells the world ------------------------------------------------------------
 
-    def add(self, name: str, factory: Factory, *, at_s: float = 0.0, clock_offset_s: float | None = None) -> None:
-        """A process that starts at `at_s`; its local clock is anywhere within a month unless told."""
+    def add(
+        self,
+        name: str,
+        factory: Factory,
+        *,
+        at_s: float = 0.0,
+        clock_offset_s: float | None = None,
+        serves: bool = False,
+    ) -> None:
+        """A process that starts at `at_s`; its local clock is anywhere within a month unless told.
+
+        serves: gradients and parameters share its line (see faults.Network).
+        """
         offset = self._draw.uniform(0.0, 2.6e6) if clock_offset_s is None else clock_offset_s
         process = Process(name, factory, offset)
         process.kills = [k for k in self._faults.kills if k.name == name and k.at_s is None]
         self.processes[name] = process
+        if serves:
+            self._network.serve(name)
         self._schedule(at_s, "start", name, -1)
+
+    def restart(self, name: str, after_s: float = 0.0) -> None:
+        """Begin the process's next life `after_s` from now; nothing if it is alive then."""
+        self._schedule(self.now + after_s, "start", name, -1)
 
     def at(self, at_s: float, action: Callable[[], object]) -> None:
         """Call `action` at that virtual time: a step of a test's story."""
@@ -184,7 +208,7 @@ class World:
         if cuts_line:
             self._forget_sent_by(name, process.life)
         if restart_after_s is not None:
-            self._schedule(self.now + restart_after_s, "start", name, -1)
+            self.restart(name, restart_after_s)
 
     def pause(self, name: str, for_s: float) -> None:
         """SIGSTOP now and SIGCONT after `for_s`."""
@@ -256,17 +280,16 @@ class World:
             event.content()
             return
         process = self.processes[event.name]
-        if event.kind == "start":
+        if process.state is State.RUNNING and process.life == event.life:
+            self._handle(process, event)
+        elif event.kind == "start":
             self._start(process)
         elif not process.alive or process.life != event.life:
             self._miss(event)
         elif event.kind == "wake":
             self._wake(process)
-        elif process.state is State.PAUSED:
-            if event.kind != "timer":
-                process.inbox.append(event)
-        else:
-            self._handle(process, event)
+        elif event.kind != "timer":
+            process.inbox.append(event)
 
     def _miss(self, event: _Event) -> None:
         if event.kind == "deliver":
@@ -321,9 +344,11 @@ class World:
         else:
             effects = node.on_timer(self._fire_time(process, node, now))
         process.num_events += 1
-        detail = type(message).__name__ if message is not None else ""
-        self.trace.record(self.now, process.name, event.kind, f"{event.order} {detail}")
-        node.validate()
+        if self.trace.wanted:
+            detail = type(message).__name__ if message is not None else ""
+            self.trace.record(self.now, process.name, event.kind, f"{event.order} {detail}")
+        if self._validate_every and process.num_events % self._validate_every == 0:
+            node.validate()
         for watch in self._watches:
             watch.handled(self.now, process.name, node, message, effects)
         return effects
@@ -345,34 +370,40 @@ class World:
         if at == process.timer_at:
             return
         process.timer_at = at
-        self._guard_spin(process, at)
+        if at > self.now:
+            process.num_timers_at_once = 0
+        else:
+            self._guard_spin(process)
         self._schedule(at, "timer", process.name, process.life)
 
-    def _guard_spin(self, process: Process, at: float) -> None:
-        process.num_timers_at_once = process.num_timers_at_once + 1 if at == self.now else 0
+    def _guard_spin(self, process: Process) -> None:
+        process.num_timers_at_once += 1
         if process.num_timers_at_once > MAX_TIMERS_AT_ONCE:
             raise self._violation(process.name, "its timer fires again and again without time moving on")
 
     # ---- effects ---------------------------------------------------------------------------------
 
     def _carry_out(self, process: Process, effects: list[Effect]) -> None:
-        if self._dies_of(process, "after_events", process.num_events):
+        if process.kills and self._dies_of(process, "after_events", process.num_events):
             return
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(process, effect)
-                if self._dies_of(process, "after_sends", process.num_sends):
+                if process.kills and self._dies_of(process, "after_sends", process.num_sends):
                     return
             elif isinstance(effect, Dial):
                 process.links[effect.peer] = effect.endpoint
             elif isinstance(effect, Compute):
                 self._compute(process, effect.task)
             elif isinstance(effect, Note):
-                self.trace.record(self.now, process.name, "note", _plain(effect))
+                if self.trace.wanted:
+                    self.trace.record(self.now, process.name, "note", _plain(effect))
                 self.notes.append((self.now, process.name, effect))
             elif isinstance(effect, Save):
                 self.trace.record(self.now, process.name, "saved", effect.what)
                 self.saved[process.name, effect.what] = effect.content
+            elif isinstance(effect, Record):
+                self.records[process.name].append(effect.row)
             else:
                 self.trace.record(self.now, process.name, "stopped", f"{effect.code} {effect.reason}")
                 process.stop = effect
@@ -387,23 +418,29 @@ class World:
         return False
 
     def _send(self, process: Process, send: Send) -> None:
-        frames = wire.encode(send.message)
+        message = send.message
         # Copied: a core may reuse its arrays once the event is over, a socket has sent them by then.
-        frames = [frame if isinstance(frame, bytes) else bytes(frame) for frame in frames]
+        frames = [frame if type(frame) is bytes else bytes(frame) for frame in wire.encode(message)]
         process.num_sends += 1
-        self._judge_sent(process, send.message)
+        if self._watches:
+            self._judge_sent(process, message)
         receiver, life, seen_as = self._addressee(process, send.peer)
-        kind = send.message.kind
-        self.trace.record(self.now, process.name, "sent", f"{kind.name} {receiver}", b"".join(frames))
-        self.trace.counts[f"sent {kind.name}"] += 1
+        if self.trace.wanted:
+            self._record_sent(process.name, receiver, message.kind.name, frames)
         if receiver is None:
-            self.trace.record(self.now, process.name, "unroutable", kind.name)
             return
-        arrivals = self._network.arrivals(self.now, process.name, receiver, kind)
+        num_bytes = sum(map(len, frames))
+        arrivals = self._network.arrivals(self.now, process.name, receiver, message.kind, num_bytes)
         if not arrivals:
-            self.trace.record(self.now, process.name, "lost", kind.name)
+            self.trace.record(self.now, process.name, "lost", message.kind.name)
         for at in arrivals:
             self._schedule(at, "deliver", receiver, life, (seen_as, frames, process.name, process.life))
+
+    def _record_sent(self, sender: str, receiver: str | None, kind: str, frames: list[bytes]) -> None:
+        self.trace.record(self.now, sender, "sent", f"{kind} {receiver}", b"".join(frames))
+        self.trace.counts[f"sent {kind}"] += 1
+        if receiver is None:
+            self.trace.record(self.now, sender, "unroutable", kind)
 
     def _judge_sent(self, process: Process, message: Message) -> None:
         if process.node is None:
@@ -417,7 +454,8 @@ class World:
     def _addressee(self, sender: Process, peer: PeerId) -> tuple[str | None, int, PeerId]:
         """The process and life behind a peer, and the name under which it sees the sender."""
         if isinstance(peer, Route):
-            living = self.processes[peer.node].alive and self.processes[peer.node].life == peer.life
+            process = self.processes[peer.node]
+            living = process.alive and process.life == peer.life
             return (peer.node if living else None), peer.life, peer.via
         target = self.processes.get(self._name_of(sender, peer))
         if target is None or not target.alive:

@@ -12,7 +12,7 @@ gradients into another. Never decides what to do with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,22 +34,32 @@ _FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 _COUNTERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
+_CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
+
+
 class ForeignWriteError(RuntimeError):
     """User code wrote into a parameter in place; here only the server may, or the write would be lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatGradient:
-    """grads: float32, as long as the params section, zero where a parameter got none; norm: its 2-norm."""
+    """What leaves of the params section for one push.
+
+    grads: float32, as long as the section, zero where a parameter got no gradient. norm: of the gradient, its 2-norm
+    before clipping. absent: which trained tensors of the section, counted in its order, got no gradient.
+    """
 
     grads: Array
     norm: float
     finite: bool
+    absent: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
 class _Tensor:
     """One tensor of the module: where it hangs and, from element `start` of its section on, where it lies.
+
+    `index` counts the tensors of its section.
 
     `view` is set while the parameter shares the flat vector's memory; `version` is autograd's count of
     in-place writes as of the last one of ours.
@@ -58,6 +68,7 @@ class _Tensor:
     owner: nn.Module
     attribute: str
     spec: TensorSpec
+    index: int
     start: int
     view: torch.Tensor | None = None
     version: int = 0
@@ -85,8 +96,10 @@ class FlatModule:
         found = list(_tensors_of(module, no_decay_group))
         self.device = _common_device(module)
         self.layout = Layout(tuple(spec for _, _, spec in found))
-        tensors = [_Tensor(owner, a, spec, self.layout.offsets[spec.name]) for owner, a, spec in found]
-        self._by_section = {s: [t for t in tensors if t.spec.section == s] for s in SECTIONS}
+        self._by_section: dict[str, list[_Tensor]] = {s: [] for s in SECTIONS}
+        for owner, attribute, spec in found:
+            beside = self._by_section[spec.section]
+            beside.append(_Tensor(owner, attribute, spec, len(beside), self.layout.offsets[spec.name]))
         self._trained = [t for t in self._by_section["params"] if t.spec.group != FROZEN]
         self._host = {s: aligned_zeros(n, _NUMPY[s]) for s, n in self.layout.sizes.items()}
         for section, flat in self._host.items():
@@ -159,17 +172,72 @@ class FlatModule:
         Raises ForeignWriteError if a trained parameter was written since the last `adopt`.
         """
         flat = torch.zeros(self.layout.sizes["params"], device=self.device)
+        absent: set[int] = set()
         for t in self._trained:
             parameter = t.now()
-            if parameter._version != t.version:
-                raise ForeignWriteError(f"parameter {t.spec.name} was written in place between pull and push")
-            if parameter.grad is not None:
+            self._require_ours(t, parameter)
+            if parameter.grad is None:
+                absent.add(t.index)
+            else:
                 t.of(flat).copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
         norm = _norm(flat)
         finite = math.isfinite(norm)
         if finite and 0 < clip_norm < norm:
-            flat.mul_(clip_norm / (norm + 1e-6))  # the constant of torch.nn.utils.clip_grad_norm_
-        return FlatGradient(flat.cpu().numpy(), norm, finite)
+            flat.mul_(clip_norm / (norm + _CLIP_EPS))
+        return FlatGradient(flat.cpu().numpy(), norm, finite, frozenset(absent))
+
+    def presence(self, absent: Collection[int]) -> bytes:
+        """A bit per tensor of the params section, in order, lowest bit first, 0 for the absent; empty without any."""
+        if not absent:
+            return b""
+        present = [t.index not in absent for t in self._by_section["params"]]
+        return np.packbits(present, bitorder="little").tobytes()
+
+    def _require_ours(self, t: _Tensor, parameter: torch.Tensor) -> None:
+        if parameter._version != t.version:
+            raise ForeignWriteError(f"parameter {t.spec.name} was written in place between pull and push")
+
+    # ---- local steps --------------------------------------------------------------------------------
+
+    def trained(self) -> dict[int, tuple[int, torch.Tensor]]:
+        """Index in the params section -> (parameter group, parameter) of all that an optimizer may move."""
+        return {t.index: (t.spec.group, t.now()) for t in self._trained}
+
+    @torch.no_grad()
+    def clip(self, clip_norm: float) -> bool:
+        """Scale every `p.grad` in place to `clip_norm` if longer, 0 for never; whether they are finite.
+
+        Raises ForeignWriteError if a trained parameter was written since the last `adopt` or `step_with`.
+        """
+        grads = []
+        for t in self._trained:
+            parameter = t.now()
+            self._require_ours(t, parameter)
+            if parameter.grad is not None:
+                if parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
+                grads.append(parameter.grad)
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        if math.isfinite(norm) and 0 < clip_norm < norm:
+            for g in grads:
+                g.mul_(clip_norm / (norm + _CLIP_EPS))
+        return math.isfinite(norm)
+
+    def step_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer move the trained parameters; `load` and `adopt` bring back what it moved them from."""
+        optimizer.step()
+        for t in self._trained:
+            t.version = t.now()._version
+
+    def params(self) -> Array:
+        """The module's parameters as they are now: a new float32 vector of the section."""
+        return self._collected("params")
+
+    @property
+    def loaded_params(self) -> Array:
+        """The parameters as last loaded, to read until the next `load` or step; a view, not a copy."""
+        return self._host["params"]
 
     def stats(self) -> Array:
         """The module's float buffers as they are now: a new float32 vector of the section."""

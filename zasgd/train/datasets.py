@@ -83,15 +83,22 @@ class ImageTensors(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 # ---- scikit-learn's digits -----------------------------------------------------------------------------
 
 
-def digits(split_seed: int = 0) -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 digits of 8x8 pixels as (64,) float32, standardised by the 1,297 training ones."""
+def digits(split_seed: int = 0, train_limit: int = 0, test_limit: int = 0) -> tuple[TensorDataset, TensorDataset]:
+    """scikit-learn's 1,797 digits of 8x8 pixels as (64,) float32, standardised by the 1,297 training ones.
+
+    train_limit, test_limit: how many of the 1,297 and 500 to keep, 0 for all; the scale stays. Raises DataError.
+    """
     table = _digits_table()
     order = permutation(len(table), split_seed, 0)
     pixels, labels = table[order, :-1].astype(np.float32), table[order, -1].astype(np.int64)
     mean, std = pixels[:_DIGITS_TRAIN].mean(axis=0), pixels[:_DIGITS_TRAIN].std(axis=0)
     inputs = torch.from_numpy((pixels - mean) / np.where(std > 0, std, 1).astype(np.float32))
     targets = torch.from_numpy(labels)
-    train, test = slice(0, _DIGITS_TRAIN), slice(_DIGITS_TRAIN, None)
+    num_test = len(table) - _DIGITS_TRAIN
+    _check_limit("train_limit", train_limit, _DIGITS_TRAIN)
+    _check_limit("test_limit", test_limit, num_test)
+    train = slice(0, train_limit or _DIGITS_TRAIN)
+    test = slice(_DIGITS_TRAIN, _DIGITS_TRAIN + (test_limit or num_test))
     return TensorDataset(inputs[train], targets[train]), TensorDataset(inputs[test], targets[test])
 
 
@@ -111,13 +118,34 @@ def _digits_table() -> Array:
 # ---- Fashion-MNIST ---------------------------------------------------------------------------------------
 
 
-def fashion_mnist(folder: str = "", download_to: str = "~/.cache/zasgd") -> tuple[ImageTensors, ImageTensors]:
+def fashion_mnist(
+    folder: str = "",
+    download_to: str = "~/.cache/zasgd",
+    train_limit: int = 0,
+    test_limit: int = 0,
+    split_seed: int = 0,
+) -> tuple[ImageTensors, ImageTensors]:
     """The 60,000 and 10,000 images of 28x28 from `folder`, else Debian's package, else torchvision.
 
-    `folder` holds the four idx files, gzipped or not. Raises DataError.
+    `folder` holds the four idx files, gzipped or not. train_limit, test_limit: how many to keep, 0 for all, the first
+    in an order that depends on split_seed alone. Raises DataError.
     """
     found = _fashion_folder(folder, download_to)
-    return _fashion_part(found, "train"), _fashion_part(found, "t10k")
+    train, test = _fashion_part(found, "train"), _fashion_part(found, "t10k")
+    return _limited(train, "train_limit", train_limit, split_seed), _limited(test, "test_limit", test_limit, split_seed)
+
+
+def _limited(part: ImageTensors, key: str, limit: int, split_seed: int) -> ImageTensors:
+    _check_limit(key, limit, len(part))
+    if not limit:
+        return part
+    kept = torch.from_numpy(permutation(len(part), split_seed, 0)[:limit])
+    return ImageTensors(part.images[kept], part.labels[kept], part.mean, part.std)
+
+
+def _check_limit(key: str, limit: int, available: int) -> None:
+    if type(limit) is not int or not 0 <= limit <= available:
+        raise DataError(f"data.args.{key} is {limit!r}, but should be 0 for all or a number up to {available}")
 
 
 def _fashion_part(folder: Path, part: str) -> ImageTensors:

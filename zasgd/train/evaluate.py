@@ -1,12 +1,12 @@
 """What the parameters of a run are worth: loss and accuracy on the test data, and the model as a file.
 
-Decides what counts as best. Uses the server's buffers as they are; never trains.
+Decides what counts as best, and how buffers are estimated again. Never trains.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from zasgd.core.layout import Layout
 from zasgd.train.datasets import in_order
 from zasgd.train.export import write_model
 from zasgd.train.recipe import Recipe
-from zasgd.train.trainer import build_workload, input_and_target
+from zasgd.train.trainer import Workload, build_model, build_workload, input_and_target, seed_generators
 
 Array = np.ndarray[Any, Any]
 
@@ -27,6 +27,36 @@ LAST, BEST = "model.safetensors", "best.safetensors"
 """The files of a run folder: the model as of the latest evaluation, and as of the best one."""
 
 _BATCH_SIZE = 500
+
+
+class Scorer:
+    """Scores flat vectors in eval mode: mean loss over samples and, for a classifier, the share of right answers.
+
+    A classifier has integer targets and one score per class.
+    """
+
+    def __init__(self, recipe: Recipe, work: Workload) -> None:
+        """Shares the data of `work` and builds a model of its own. Raises RecipeError."""
+        self._recipe = recipe
+        self._work = work
+        self._flat = build_model(recipe, work.flat.device)
+        self._flat.module.eval()
+
+    def scores(self, vectors: Mapping[str, Array], reestimate: int = 0, at_most: int | None = None) -> dict[str, float]:
+        """Of the whole sections `vectors`: test_loss, train_loss and, for a classifier, test_accuracy in [0, 1].
+
+        reestimate: where the model has BatchNorm, take its statistics afresh from the first so many training samples,
+        0 for the buffers given. train_loss is that of the first `at_most` training samples, by default of all.
+        """
+        seed_generators(self._recipe.train.seed, self._flat.device)  # of an augmentation in the data
+        for section, vector in vectors.items():
+            self._flat.load(section, 0, vector)
+        self._flat.adopt()
+        module = self._flat.module
+        if reestimate:
+            module = _reestimated(module, self._recipe, self._work, reestimate)
+        train = _scores(module, self._work, self._work.train, at_most)
+        return {"train_loss": train["loss"], **_named("test", _scores(module, self._work, self._work.test))}
 
 
 class Evaluator:
@@ -60,7 +90,7 @@ class Evaluator:
         """
         self._flat.adopt()
         write_model(self.run_dir / LAST, self._flat.module, self._metadata(epoch, final))
-        scores = self._scores(self._flat.module)
+        scores = _named("test", _scores(self._flat.module, self._work, self._work.test))
         metadata = self._metadata(epoch, final) | {key: f"{value:.6g}" for key, value in scores.items()}
         write_model(self.run_dir / LAST, self._flat.module, metadata)
         merit = (scores.get("test_accuracy", 0.0), -scores["test_loss"])
@@ -80,33 +110,43 @@ class Evaluator:
         Tells whether the server's buffers are as good as they should be; changes nothing.
         """
         self._flat.adopt()
-        module = copy.deepcopy(self._flat.module)
-        with torch.no_grad():
-            update_bn(self._inputs(num_samples), module)
-        return self._scores(module.eval())
-
-    def _inputs(self, num_samples: int | None) -> Iterator[Any]:
-        for batch in in_order(self._work.train, _BATCH_SIZE, num_samples):
-            yield input_and_target(batch, self._flat.device)[0]
-
-    @torch.no_grad()
-    def _scores(self, module: nn.Module) -> dict[str, float]:
-        loss = correct = 0.0
-        classified = num_samples = 0
-        for batch in in_order(self._work.test, _BATCH_SIZE):
-            inputs, targets = input_and_target(batch, self._flat.device)
-            outputs = module(inputs)
-            size = len(targets)
-            loss += float(self._work.loss(outputs, targets)) * size
-            num_samples += size
-            if _are_classes(outputs, targets):
-                correct += float((outputs.argmax(1) == targets).sum())
-                classified += targets.numel()
-        scores = {"test_loss": loss / num_samples}
-        return {"test_accuracy": correct / classified, **scores} if classified else scores
+        module = _reestimated(self._flat.module, self.recipe, self._work, num_samples)
+        return _named("test", _scores(module, self._work, self._work.test))
 
     def _metadata(self, epoch: int, final: bool) -> dict[str, str]:
         return {"recipe": self.recipe.name, "epoch": str(epoch), "final": str(final).lower()}
+
+
+def _named(part: str, scores: Mapping[str, float]) -> dict[str, float]:
+    return {f"{part}_{key}": value for key, value in scores.items()}
+
+
+@torch.no_grad()
+def _reestimated(module: nn.Module, recipe: Recipe, work: Workload, num_samples: int | None) -> nn.Module:
+    """A copy in eval mode whose BatchNorm statistics are those of the first training samples, default all."""
+    seed_generators(recipe.train.seed, work.flat.device)  # dropout is on meanwhile
+    copied = copy.deepcopy(module)
+    batches = in_order(work.train, _BATCH_SIZE, num_samples)
+    update_bn((input_and_target(batch, work.flat.device)[0] for batch in batches), copied)
+    return copied.eval()
+
+
+@torch.no_grad()
+def _scores(module: nn.Module, work: Workload, data: Any, at_most: int | None = None) -> dict[str, float]:
+    """loss: the mean over the first `at_most` samples of `data`; for a classifier also accuracy."""
+    loss = correct = 0.0
+    classified = num_samples = 0
+    for batch in in_order(data, _BATCH_SIZE, at_most):
+        inputs, targets = input_and_target(batch, work.flat.device)
+        outputs = module(inputs)
+        size = len(targets)
+        loss += float(work.loss(outputs, targets)) * size
+        num_samples += size
+        if _are_classes(outputs, targets):
+            correct += float((outputs.argmax(1) == targets).sum())
+            classified += targets.numel()
+    scores = {"loss": loss / num_samples}
+    return {"accuracy": correct / classified, **scores} if classified else scores
 
 
 def _are_classes(outputs: Any, targets: Any) -> bool:

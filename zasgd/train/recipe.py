@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -24,19 +24,35 @@ from pydantic import (
 )
 
 import zasgd
-from zasgd.core.rules import RULES, GroupSpec, RuleSpec
+from zasgd.core.rules import (
+    ALGORITHMS,
+    COMPENSATIONS,
+    EXCHANGES,
+    LAG_POLICIES,
+    LOOK_AHEADS,
+    MODES,
+    RULES,
+    SCALES,
+    SHORT,
+    GroupSpec,
+    RuleError,
+    RuleSpec,
+    check,
+    stages_of,
+)
 from zasgd.core.schedule import Schedule
 
 DECAYED, NO_DECAY, FROZEN = 0, 1, 2
 """Positions in `Recipe.group_specs()`: the parameter groups that `zasgd.torch.flat` assigns."""
 
-SHIPPED_MODELS = ("mlp", "small-cnn")
+SHIPPED_MODELS = ("mlp", "small-cnn", "resnet8")
 SHIPPED_DATA = ("digits", "fashion-mnist")
 SHIPPED_LOSSES = ("cross_entropy", "mse")
 """The names that need no module; what they stand for is known only where torch may be imported."""
 
 _INT64_MAX = (1 << 63) - 1
 _FLOAT32_MAX = 3.4e38
+_LEAST_EPS = 1e-30
 _MOST_EPOCHS = 10**9  # of 2**32 samples each, their count still fits 63 bits
 _LONGEST_S = 10**6
 
@@ -78,22 +94,46 @@ def _factory(value: str) -> str:
     return value
 
 
+def _near(value: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(value, list(known), 1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def _one_of(shipped: tuple[str, ...]) -> AfterValidator:
     """A shipped name, or a factory of the user's own, which only a process with torch looks up."""
 
     def known(value: str) -> str:
         if ":" in _factory(value) or value in shipped:
             return value
-        near = difflib.get_close_matches(value, shipped, 1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f'should be one of {", ".join(shipped)}, or "package.module:factory"{hint}')
+        raise ValueError(f'should be one of {", ".join(shipped)}, or "package.module:factory"{_near(value, shipped)}')
 
     return AfterValidator(known)
 
 
+def _choice(known: tuple[str, ...]) -> AfterValidator:
+    def chosen(value: str) -> str:
+        if value in known:
+            return value
+        raise ValueError(f"should be one of {', '.join(known)}{_near(value, known)}")
+
+    return AfterValidator(chosen)
+
+
 def _rule(value: str) -> str:
-    if value not in RULES:
-        raise ValueError(f"should be one of {', '.join(RULES)}")
+    for part in value.split("+"):
+        if SHORT.get(part, part) not in RULES:
+            near = _near(part, [*RULES, *SHORT])
+            raise ValueError(f"should be one of {', '.join(RULES)}, or several of them joined by +{near}")
+    try:
+        stages_of(value)
+    except RuleError as e:
+        raise ValueError(f"should join rules that go together: {str(e).partition(': ')[2]}") from None
+    return value
+
+
+def _above_nothing(value: float) -> float:
+    if value < _LEAST_EPS:  # an element that never had a gradient, such as padding, would become 0 / 0
+        raise ValueError(f"should be at least {_LEAST_EPS:g}")
     return value
 
 
@@ -126,23 +166,54 @@ class DataTable(Table):
 
 
 class RuleTable(Table):
-    """How a shard compensates a late gradient; `lam` absent means the rule's own default."""
+    """What a shard makes of a late push: the fields of core.rules.RuleSpec; absent ones are as the name says."""
 
     name: RuleName = "dc-asgd-a"
-    lam: float | None = Field(None, ge=0)
+    lam: float | None = Field(None, ge=0, le=_FLOAT32_MAX)
     ms_decay: float = Field(0.95, ge=0, lt=1)
+    compensate: Annotated[str, _choice(COMPENSATIONS)] | None = None
+    look_ahead: Annotated[str, _choice(LOOK_AHEADS)] | None = None
+    gap_aware: bool | None = None
+    gap_decay: float = Field(0.999, ge=0, lt=1)
+    scale: Annotated[str, _choice(SCALES)] | None = None
+    delay_limit: float = Field(4.0, ge=0, le=_FLOAT32_MAX)
+    max_lag: int = Field(0, ge=0, le=1 << 31)
+    lag_policy: Annotated[str, _choice(LAG_POLICIES)] = "drop"
+    mode: Annotated[str, _choice(MODES)] = "async"
+    quorum: int = Field(0, ge=0, le=1 << 31)
+    push_every: int = Field(1, ge=1, le=1 << 31)
+    exchange: Annotated[str, _choice(EXCHANGES)] | None = None
+    outer_lr: float | None = Field(None, ge=0, le=_FLOAT32_MAX)
+    outer_momentum: float | None = Field(None, ge=0, lt=1)
+    outer_mean: bool = True
+    elasticity: float = Field(0.9, ge=0, le=_FLOAT32_MAX)
+    delay_share: float = Field(0.0, ge=0, le=1)
+    guard: bool = False
+
+    @model_validator(mode="after")
+    def _stages_go_together(self) -> RuleTable:
+        self.spec()
+        return self
+
+    def spec(self) -> RuleSpec:
+        """The same as the core's value. Raises RuleError."""
+        return RuleSpec(**dict(self))
 
 
 class OptimizerTable(Table):
-    """SGD as in torch. clip_norm: largest norm of the whole gradient, 0 for no limit.
+    """SGD or AdamW as in torch. clip_norm: largest norm of the whole gradient, 0 for no limit.
 
     decay_norm_and_bias: whether one-dimensional parameters decay too, as they do in torch.
     """
 
+    algorithm: Annotated[str, _choice(ALGORITHMS)] = "sgd"
     lr: float = Field(gt=0, le=_FLOAT32_MAX)
     momentum: float = Field(0.0, ge=0, lt=1)
     nesterov: bool = False
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, le=_FLOAT32_MAX)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: Annotated[float, AfterValidator(_above_nothing)] = Field(1e-8, le=_FLOAT32_MAX)
     clip_norm: float = Field(0.0, ge=0, le=_FLOAT32_MAX)
     decay_norm_and_bias: bool = True
 
@@ -150,6 +221,8 @@ class OptimizerTable(Table):
     def _nesterov_needs_momentum(self) -> OptimizerTable:
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum above 0")
+        if self.algorithm == "adamw" and self.momentum:
+            raise ValueError("adamw has beta1 for momentum: set momentum to 0")
         return self
 
 
@@ -207,7 +280,11 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _core_accepts_it(self) -> Recipe:
-        self.schedule_spec(), self.rule_spec(), self.group_specs()
+        self.schedule_spec()
+        try:
+            check(self.rule_spec(), self.group_specs())
+        except RuleError as e:
+            raise RuleError(f"rule: {e}") from None
         return self
 
     def schedule_spec(self) -> Schedule:
@@ -225,7 +302,7 @@ class Recipe(Table):
 
     def rule_spec(self) -> RuleSpec:
         """The update rule of a shard."""
-        return RuleSpec(self.rule.name, self.rule.lam, self.rule.ms_decay)
+        return self.rule.spec()
 
     def group_specs(self) -> tuple[GroupSpec, ...]:
         """The parameter groups at positions DECAYED, NO_DECAY and FROZEN, whether or not a model uses them.
@@ -233,10 +310,11 @@ class Recipe(Table):
         A frozen parameter has rate 0 and no decay, so a shard holds it bit for bit.
         """
         o = self.optimizer
+        adam: dict[str, Any] = {"algorithm": o.algorithm, "beta1": o.beta1, "beta2": o.beta2, "eps": o.eps}
         return (
-            GroupSpec(1.0, o.momentum, o.nesterov, o.weight_decay),
-            GroupSpec(1.0, o.momentum, o.nesterov, 0.0),
-            GroupSpec(0.0, 0.0, False, 0.0),
+            GroupSpec(1.0, o.momentum, o.nesterov, o.weight_decay, **adam),
+            GroupSpec(1.0, o.momentum, o.nesterov, 0.0, **adam),
+            GroupSpec(0.0),
         )
 
     def to_json(self) -> str:
@@ -408,7 +486,9 @@ def _explained(error: ValidationError, layers: Sequence[_Layer]) -> RecipeError:
     fault = faults[0]
     path = [str(part) for part in fault["loc"]]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return RecipeError(f"{_origin(path, layers)}: {_fault(fault, path)}{more}")
+    of_a_rule = isinstance(fault.get("ctx", {}).get("error"), RuleError)
+    concerned = [["rule"], ["optimizer"]] if of_a_rule and not path else [path]
+    return RecipeError(f"{_origin(concerned, layers)}: {_fault(fault, path)}{more}")
 
 
 def _fault(fault: Any, path: list[str]) -> str:
@@ -436,9 +516,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _origin(path: list[str], layers: Sequence[_Layer]) -> str:
-    """The last source that says something about the key; where none does, the recipe's own file."""
-    saying = [origin for origin, content in layers if _mentions(content, path)]
+def _origin(paths: Sequence[list[str]], layers: Sequence[_Layer]) -> str:
+    """The last source that says something about one of the keys; where none does, the recipe's own file."""
+    saying = [origin for origin, content in layers if any(_mentions(content, path) for path in paths)]
     files = [origin for origin, _ in layers if not origin.startswith("--set ")]
     return saying[-1] if saying else files[-1]
 

@@ -60,10 +60,15 @@ def _worker(options: RoleOptions) -> Stop:
         time.monotonic(), new_token(), _config(options, recipe), trainer.layout, trainer.num_samples, trainer.initial
     )
 
+    own, life = trainer.new_own(), node.num_lives
+
     def compute(task: GradientTask) -> Gradient:
+        nonlocal own, life
+        if life != node.num_lives:  # after a fence it is a newcomer: to the shards its momentum is gone
+            own, life = trainer.new_own(), node.num_lives
         for section, start, values in task.pieces:
             trainer.load(section, start, values)
-        return trainer.gradient(task.grant)
+        return trainer.gradient(task.grants, task.samples, own)
 
     return run_member(node, options.broker, compute, note=_say)
 
@@ -99,6 +104,7 @@ def _config(options: RoleOptions, recipe: Recipe) -> WorkerConfig:
         connect_timeout_s=options.connect_timeout_s,
         broker_timeout_s=options.broker_timeout_s,
         min_step_s=recipe.run.min_step_s,
+        push_every=recipe.rule.push_every,
     )
 
 

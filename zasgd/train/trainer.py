@@ -1,7 +1,8 @@
-"""What a worker computes: the gradient of one granted batch, at the parameters that were loaded.
+"""What a worker computes for the batches that it was granted, at the parameters that were loaded.
 
-Decides which samples a grant means and which random numbers its batch sees, from (seed, epoch, batch) alone,
-so that it does not matter who computes it. Never updates a parameter and never talks to anybody.
+Decides which samples a grant means and which random numbers its batch sees, from (seed, epoch, batch) alone, so that
+it does not matter who computes it; and, by the recipe's rule, what is pushed: the mean gradient, dana-slim's momentum
+step, or what local steps led to. Never talks to anybody.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import hashlib
 import math
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +24,11 @@ from torch import nn
 from zasgd.core.layout import Layout
 from zasgd.core.ledger import permutation
 from zasgd.core.messages import Grant
+from zasgd.core.slim import SlimMomentum
 from zasgd.core.worker import Gradient
 from zasgd.torch.flat import FlatModule
 from zasgd.train import DataError, DeviceError, datasets, factories, models
+from zasgd.train.local import LocalOptimizer
 from zasgd.train.recipe import Recipe, RecipeError
 
 Array = np.ndarray[Any, Any]
@@ -56,7 +60,7 @@ def build_workload(recipe: Recipe, device: str) -> Workload:
     seed_generators(recipe.train.seed, usable)
     train, test = _data(recipe)
     loss = factories.resolve("train.loss", recipe.train.loss, LOSSES)
-    return Workload(_model(recipe, usable), train, test, loss)
+    return Workload(build_model(recipe, usable), train, test, loss)
 
 
 def _usable(device: str) -> torch.device:
@@ -67,7 +71,8 @@ def _usable(device: str) -> torch.device:
         raise DeviceError(f'device "{device}" cannot be used here: {said}') from e
 
 
-def _model(recipe: Recipe, device: torch.device) -> FlatModule:
+def build_model(recipe: Recipe, device: torch.device) -> FlatModule:
+    """The recipe's model as flat vectors. Raises RecipeError."""
     factory = factories.resolve("model.factory", recipe.model.factory, models.MODELS)
     module = factories.call("model", factory, recipe.model.args)
     if not isinstance(module, nn.Module):
@@ -88,19 +93,48 @@ def _data(recipe: Recipe) -> tuple[Any, Any]:
     return found
 
 
+Own = SlimMomentum | LocalOptimizer | None
+"""What one worker keeps from push to push: dana-slim's momentum, or the optimizer of local steps; others nothing."""
+
+
+class _Pushed(NamedTuple):
+    """What is pushed for some grants, whether it is finite, which tensors it leaves out, and the mean loss."""
+
+    values: Array
+    finite: bool
+    absent: frozenset[int]
+    loss: float
+
+
 class Trainer:
-    """Computes gradients for grants. `num_samples` and `layout` are what it tells the broker of itself."""
+    """Computes what is pushed for grants. `num_samples` and `layout` are what it tells the broker of itself.
+
+    One serves many workers that take turns, as in a simulation, if each has an `own` of `new_own`.
+    """
 
     def __init__(self, recipe: Recipe, device: str = "cpu") -> None:
         """Raises what build_workload raises."""
         self.recipe = recipe
-        self._work = build_workload(recipe, device)
-        self._flat = self._work.flat
+        self.workload = build_workload(recipe, device)
+        self._flat = self.workload.flat
         self._flat.module.train()
         self.layout: Layout = self._flat.layout
-        self.num_samples: int = len(self._work.train)
+        self.num_samples: int = len(self.workload.train)
+        self._rule = recipe.rule_spec()
+        self._schedule = recipe.schedule_spec()
         seed = recipe.train.seed
         self._order = lru_cache(maxsize=2)(lambda epoch: permutation(self.num_samples, seed, epoch))
+        self._own = self.new_own()
+
+    def new_own(self) -> Own:
+        """What a worker that begins keeps, for the `own` of its calls of `gradient`."""
+        groups = self.recipe.group_specs()
+        if self._rule.is_local:
+            return LocalOptimizer(self._flat, groups, self.recipe.optimizer.clip_norm)
+        if self._rule.look_ahead == "worker":
+            whole = self.layout.slices("params", 1)[0]
+            return SlimMomentum(groups, self.layout.segments(whole), whole.size)
+        return None
 
     def initial(self) -> dict[str, Array]:
         """The sections as built from the recipe's seed, with which the first worker seeds the run."""
@@ -110,33 +144,80 @@ class Trainer:
         """Take a piece of new parameters or buffers; the next `gradient` is computed on all that came."""
         self._flat.load(section, start, piece)
 
-    def gradient(self, grant: Grant) -> Gradient:
-        """Forward and backward over the grant's batch, in train mode, clipped to `optimizer.clip_norm`.
+    def gradient(self, grants: Sequence[Grant], samples: int, own: Own = None) -> Gradient:
+        """What to push for one or more grants, in train mode, at the parameters that were loaded.
 
-        The arrays of the result belong to the caller. An error of user code passes through.
+        By a gradient rule the mean gradient over all their samples, clipped to `optimizer.clip_norm`; by a local rule
+        what one step per grant led to, each clipped. samples: the sample clock of the shards, from which the learning
+        rate of what happens here follows. own: of the worker that computes, by default the only one. The arrays of the
+        result belong to the caller. An error of user code passes through.
         """
+        own = self._own if own is None else own
         flat = self._flat
         flat.adopt()
-        flat.module.zero_grad(set_to_none=True)
-        inputs, targets = self.batch(grant)
-        seed_generators(_hash(self.recipe.train.seed, grant.epoch, _BATCH, grant.batch), flat.device)
-        loss = self._work.loss(flat.module(inputs), targets)
-        loss.backward()
-        found = flat.gradient(self.recipe.optimizer.clip_norm)
-        stats, counters, loss_value = flat.stats(), flat.counters(), float(loss.detach())
-        finite = found.finite and math.isfinite(loss_value) and bool(np.isfinite(stats).all())
+        local = isinstance(own, LocalOptimizer)
+        pushed = self._walked(grants, samples, own) if local else self._mean_gradient(grants)
+        stats, counters = flat.stats(), flat.counters()
+        finite = pushed.finite and math.isfinite(pushed.loss) and bool(np.isfinite(stats).all())
+        if finite and isinstance(own, SlimMomentum):
+            finite = self._turned(pushed, samples, own)
         if finite:
             flat.keep_buffers(stats, counters)
         else:
-            flat.discard_buffers()  # this push will be refused, so its batch must leave no trace here either
-        return Gradient(found.grads, stats, counters, grant.num_samples, loss_value, finite)
+            flat.discard_buffers()  # this push will be refused, so its batches must leave no trace here either
+        num_samples = sum(grant.num_samples for grant in grants)
+        presence = flat.presence(pushed.absent)
+        return Gradient(pushed.values, stats, counters, num_samples, pushed.loss, finite, presence)
+
+    def _mean_gradient(self, grants: Sequence[Grant]) -> _Pushed:
+        """Autograd adds the batches up in every `p.grad`, each weighted by its share of the samples."""
+        self._flat.module.zero_grad(set_to_none=True)
+        shares = _shares(grants)
+        losses = [self._backward(grant, share) for grant, share in zip(grants, shares, strict=True)]
+        found = self._flat.gradient(self.recipe.optimizer.clip_norm)
+        return _Pushed(found.grads, found.finite, found.absent, _mean(losses, shares))
+
+    def _walked(self, grants: Sequence[Grant], samples: int, own: LocalOptimizer) -> _Pushed:
+        """One step per grant; the clock runs on within them, as it does where one worker trains alone."""
+        clocks = accumulate((grant.num_samples for grant in grants[:-1]), initial=samples)
+        rates = [self._schedule.lr_at(clock, self.num_samples) for clock in clocks]
+        losses: list[torch.Tensor] = []
+        elastic = self._rule.exchange == "elastic"
+        walk = own.walk(rates, lambda i: losses.append(self._backward(grants[i])), elastic)
+        loss = _mean(losses, _shares(grants[: len(losses)]))
+        return _Pushed(walk.pushed, walk.finite, walk.absent, loss)
+
+    def _turned(self, pushed: _Pushed, samples: int, own: SlimMomentum) -> bool:
+        """Turn a finite gradient into dana-slim's step, in place; whether that is finite too."""
+        lr = self._schedule.lr_at(samples, self.num_samples)
+        if np.isfinite(own.push(pushed.values, self._flat.loaded_params, lr, pushed.absent)).all():
+            return True
+        own.v[:] = 0  # what overflowed would stay in it for good
+        return False
+
+    def _backward(self, grant: Grant, share: float = 1.0) -> torch.Tensor:
+        """Forward and backward over one batch with its own random numbers; its mean loss, detached."""
+        inputs, targets = self.batch(grant)
+        seed_generators(_hash(self.recipe.train.seed, grant.epoch, _BATCH, grant.batch), self._flat.device)
+        loss = self.workload.loss(self._flat.module(inputs), targets)
+        (loss if share == 1.0 else loss * share).backward()
+        return loss.detach()
 
     def batch(self, grant: Grant) -> tuple[Any, Any]:
         """The inputs and targets that a grant means, on the device."""
         indices = self._order(grant.epoch)[grant.start : grant.stop]
         seed, epoch = self.recipe.train.seed, grant.epoch
-        batch = datasets.take(self._work.train, indices, lambda index: _hash(seed, epoch, _SAMPLE, index))
+        batch = datasets.take(self.workload.train, indices, lambda index: _hash(seed, epoch, _SAMPLE, index))
         return input_and_target(batch, self._flat.device)
+
+
+def _shares(grants: Sequence[Grant]) -> list[float]:
+    total = sum(grant.num_samples for grant in grants)
+    return [grant.num_samples / total for grant in grants]
+
+
+def _mean(losses: Sequence[torch.Tensor], shares: Sequence[float]) -> float:
+    return sum(share * float(loss) for share, loss in zip(shares, losses, strict=True))
 
 
 def input_and_target(batch: Any, device: torch.device) -> tuple[Any, Any]:
