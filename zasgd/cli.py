@@ -32,6 +32,14 @@ Timeout = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds to w
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Allow an address beyond loopback: nothing is encrypted or authenticated.")
 ]
+Speeds = Annotated[
+    str, typer.Option(metavar="KIND|FILE.csv", help="homogeneous, heterogeneous, or the times of a trace.")
+]
+Network = Annotated[
+    str, typer.Option(metavar="MS,GBIT", help="Latency in ms one way, and Gbit/s of the server's link.")
+]
+Churn = Annotated[str, typer.Option(metavar="FILE.csv", help="Who joins, leaves or is killed when.")]
+StepMs = Annotated[float, typer.Option("--step-ms", min=0.001, help="Mean virtual milliseconds of a batch.")]
 DEFAULT_BROKER = "127.0.0.1:7470"
 
 app = typer.Typer(
@@ -127,6 +135,9 @@ def train(
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Shorthand for --set train.seed=N.")] = None,
     device: Device = "auto",
+    record_pushes: Annotated[
+        bool, typer.Option("--record-pushes", help="Record gradients too: `zasgd replay` then needs no model or data.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Run a whole job on this machine: broker, shards, workers and evaluator under a supervisor."""
@@ -134,7 +145,8 @@ def train(
 
     loaded = _load(recipe, set_, workers=workers, servers=servers, seed=seed)
     folder = run_dir or serve.new_run_dir(loaded)
-    raise typer.Exit(local.train(loaded, folder, port=port, device=device, json_output=json))
+    options = local.Options(port, device, record_pushes)
+    raise typer.Exit(local.train(loaded, folder, options, json_output=json))
 
 
 @app.command()
@@ -173,11 +185,16 @@ def server(
     insecure: Insecure = False,
     connect_timeout: ConnectTimeout = 60.0,
     broker_timeout: BrokerTimeout = 60.0,
+    record: Annotated[
+        Path | None, typer.Option("--record", metavar="DIR", help="Write what moves the parameters there, for replay.")
+    ] = None,
+    record_pushes: Annotated[bool, typer.Option("--record-pushes", help="Record gradients too.")] = False,
 ) -> None:
     """Hold one shard of the parameters for the broker's run. Needs no torch."""
     from zasgd.app import by_hand
 
-    raise typer.Exit(by_hand.server(broker, bind, advertise, insecure, connect_timeout, broker_timeout))
+    options = by_hand.ServerOptions(bind, advertise, insecure, connect_timeout, broker_timeout, record, record_pushes)
+    raise typer.Exit(by_hand.server(broker, options))
 
 
 @app.command()
@@ -241,6 +258,18 @@ def stop(broker: BrokerOpt = DEFAULT_BROKER, json: Json = False, timeout: Timeou
 
 
 @app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="Folder of a run of `zasgd train`.")],
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch, as each worker of the run had.")] = 1,
+    json: Json = False,
+) -> None:
+    """Recompute a run on one process from its shards' records, and compare every bit of the parameters."""
+    from zasgd.app import replay as replay_app
+
+    raise typer.Exit(replay_app.replay(run_dir, threads, json_output=json))
+
+
+@app.command()
 def recipes(
     recipe: Annotated[str | None, typer.Argument(help="Show and validate this one, resolved.")] = None,
     set_: Set = None,
@@ -253,11 +282,89 @@ def recipes(
 
 
 @app.command()
-def doctor(json: Json = False) -> None:
+def rules(
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Show what combines with what, and why the rest not.")
+    ] = False,
+    markdown: Annotated[
+        Path | None,
+        typer.Option("--markdown", metavar="FILE", exists=True, dir_okay=False, help="Write both into FILE's markers."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show every update rule: formula, defaults, what it keeps in memory, source and use."""
+    from zasgd.app import rules as rules_app
+
+    rules_app.show(matrix=matrix, markdown=markdown, json_output=json)
+
+
+@app.command()
+def simulate(
+    recipe: RecipeArg,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers from the start. (default: the recipe's run.workers)")
+    ] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="Such as dana+ga, sync or asgd[momentum=0.9 lr=0.02]. (default: the recipe's)")
+    ] = None,
+    speeds: Speeds = "homogeneous",
+    network: Network = "0.2,10",
+    churn: Churn = "",
+    seed: Annotated[int, typer.Option(min=0, help="Of initial parameters, data order, speeds and schedule.")] = 0,
+    step_ms: StepMs = 500.0,
+    curve: Annotated[bool, typer.Option("--curve", help="Score the parameters after each epoch too.")] = False,
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """Train in virtual time: real gradients and the real server code, simulated machines and network."""
+    from zasgd.app import simulate as simulate_app
+
+    scene = simulate_app.Scene(workers or 0, speeds, network, churn, step_ms / 1000, seed)
+    simulate_app.run(recipe, rule, set_ or [], scene, curve=curve, json_output=json)
+
+
+@app.command()
+def compare(
+    recipe: RecipeArg,
+    rules: Annotated[str, typer.Option(metavar="A,B,C", help="Rules as --rule of simulate takes them; or sequential.")],
+    out: Annotated[Path, typer.Option(help="Folder for results.csv, table.md and plot.png; one that exists goes on.")],
+    workers: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of workers, rising.")] = "1,4,8,16,32",
+    speeds: Speeds = "homogeneous",
+    network: Network = "0.2,10",
+    churn: Churn = "",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell, with seeds from 0.")] = 3,
+    step_ms: StepMs = 500.0,
+    jobs: Annotated[int, typer.Option(min=0, help="Cells at a time; 0: one for each core.")] = 0,
+    curve: Annotated[bool, typer.Option(help="Score after each epoch, for error against virtual time.")] = True,
+    target_loss: Annotated[
+        float | None, typer.Option(help="Add a table of the virtual time until this train loss.")
+    ] = None,
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """Simulate rules by numbers of workers by seeds on all cores; write a table and a picture."""
+    from zasgd.app import compare as compare_app
+
+    scene = compare_app.Scene(0, speeds, network, churn, step_ms / 1000)
+    compare_app.run(
+        recipe, rules, workers, seeds, set_ or [], scene, out, jobs=jobs, curve=curve, target_loss=target_loss,
+        json_output=json,
+    )  # fmt: skip
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[str | None, typer.Argument(help="Does its rule bear its workers?")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="As many workers instead of the recipe's.")] = None,
+    set_: Set = None,
+    warm: Annotated[bool, typer.Option("--warm", help="Compile the kernels of every rule.")] = False,
+    json: Json = False,
+) -> None:
     """Print versions, what is available here, and what is wrong. Exits 1 when a run could not work."""
     from zasgd.app import doctor as doctor_app
 
-    raise typer.Exit(doctor_app.run(json_output=json))
+    loaded = _load(recipe, set_) if recipe else None
+    raise typer.Exit(doctor_app.run(loaded, workers, warm=warm, json_output=json))
 
 
 @bench_app.command()
@@ -271,6 +378,19 @@ def roundtrip(
     from zasgd.app import bench
 
     bench.roundtrip(params, seconds, repeats, json_output=json)
+
+
+@bench_app.command()
+def kernels(
+    params: Annotated[int, typer.Option(min=16, help="Parameters of the slice.")] = 25_000_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Alternating repetitions; medians are printed.")] = 5,
+    rules: Annotated[str, typer.Option(metavar="A,B,C", help="Rules to measure. (default: all)")] = "",
+    json: Json = False,
+) -> None:
+    """The update kernels, one core, beside a plain copy of the same bytes in the same run."""
+    from zasgd.app import bench
+
+    bench.kernels(params, repeats, rules, json_output=json)
 
 
 def _load(source: str, overrides: list[str] | None, **shorthands: int | None):  # type: ignore[no-untyped-def]

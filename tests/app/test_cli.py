@@ -6,10 +6,52 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
+
+from zasgd.cli import app
 
 ZASGD = [sys.executable, "-m", "zasgd"]
+
+
+FROZEN = {
+    "train": "recipe workers servers set run-dir port seed device record-pushes json",
+    "demo": "run-dir json",
+    "broker": "recipe servers bind insecure set run-dir json",
+    "server": "broker bind advertise insecure connect-timeout broker-timeout record record-pushes",
+    "worker": "broker name device threads connect-timeout broker-timeout data-path",
+    "eval": "broker run-dir device threads connect-timeout broker-timeout",
+    "status": "broker json timeout",
+    "drain": "worker broker json timeout",
+    "stop": "broker json timeout",
+    "replay": "run_dir threads json",
+    "recipes": "recipe set json",
+    "rules": "matrix markdown json",
+    "simulate": "recipe workers rule speeds network churn seed step-ms curve set json",
+    "compare": "recipe rules out workers speeds network churn seeds step-ms jobs curve target-loss set json",
+    "doctor": "recipe workers set warm json",
+    "bench roundtrip": "params seconds repeats json",
+    "bench kernels": "params repeats rules json",
+}
+"""Command -> its arguments and options. Whoever changes it changes what users have in their scripts."""
+
+
+def commands(group: Any, prefix: str = "") -> dict[str, str]:
+    """The same of the code."""
+    found = {}
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            found |= commands(command, f"{prefix}{name} ")
+        elif not command.hidden:
+            shown = [p for p in command.params if not getattr(p, "hidden", False)]
+            found[prefix + name] = " ".join(p.opts[0].lstrip("-") for p in shown if p.name != "help")
+    return found
+
+
+def test_the_command_line_is_frozen() -> None:
+    assert commands(typer.main.get_command(app)) == FROZEN
 
 
 def help_of(command: str) -> str:

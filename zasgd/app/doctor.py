@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from zasgd import __version__
+from zasgd.app.advice import warning
 from zasgd.app.serve import as_json
 from zasgd.launch.ports import port_owner
 from zasgd.net.sockets import DEFAULT_PORT
+from zasgd.train.recipe import Recipe
 
 CORE = ("pyzmq", "msgpack", "numpy", "numba", "typer", "rich", "pydantic")
 EXTRA = ("torch", "torchvision", "scikit-learn", "matplotlib", "safetensors")
@@ -24,10 +27,19 @@ SMALL_SHM_BYTES = 64 * 1024 * 1024
 """What containers give /dev/shm by default."""
 
 
-def run(*, json_output: bool) -> int:
-    """Print the findings; 1 when something is wrong that a run needs, else 0."""
+def run(recipe: Recipe | None = None, workers: int | None = None, *, warm: bool = False, json_output: bool) -> int:
+    """Print the findings; 1 when something is wrong that a run needs, else 0.
+
+    recipe: whether its rule bears its workers, or as many as `workers`. warm: compile the kernels of every rule.
+    """
     facts = _facts()
     wrong, advice = _judge(facts)
+    if recipe is not None:
+        told = warning(recipe, workers or recipe.run.workers)
+        advice += [told] if told else []
+    if warm:
+        facts["kernels"] = _warm_all()
+        wrong += [f"the kernels of {rule} do not compile: {found}" for rule, found in facts["kernels"].items() if found]
     if json_output:
         print(as_json({**facts, "wrong": wrong, "advice": advice}))
     else:
@@ -91,14 +103,27 @@ def _shm_bytes() -> int | None:
 
 
 def _kernel() -> str:
-    from zasgd.core.kernels import ShardOptimizer
-    from zasgd.core.rules import GroupSpec, RuleSpec
+    return _compiled("dc-asgd-a") or "ok"
 
+
+def _warm_all() -> dict[str, str]:
+    """Rule -> what kept its kernels from compiling, empty when they do."""
+    from zasgd.core.rules import RULES
+
+    return {rule: _compiled(rule) for rule in track([*RULES, "dana+ga"], "compiling", transient=True)}
+
+
+def _compiled(rule: str) -> str:
+    from zasgd.core.optimizer import ShardOptimizer
+    from zasgd.core.rules import GroupSpec, RuleSpec, shard_groups
+
+    spec = RuleSpec(rule)
+    groups = shard_groups(spec, (GroupSpec(momentum=0.9, weight_decay=1e-4), GroupSpec(momentum=0.9)))
     try:
-        ShardOptimizer(RuleSpec("dc-asgd-a"), (GroupSpec(),), (), 0).warm()
+        ShardOptimizer(spec, groups, (), 0).warm()
     except Exception as e:  # whatever numba or LLVM raise here is the finding
         return f"{type(e).__name__}: {str(e)[:120]}"
-    return "ok"
+    return ""
 
 
 def _print(facts: dict[str, Any], wrong: list[str], advice: list[str]) -> None:
@@ -113,6 +138,9 @@ def _print(facts: dict[str, Any], wrong: list[str], advice: list[str]) -> None:
     table.add_row("shared memory", "none" if shm is None else f"{shm >> 20} MiB")
     for port, owner in facts["port_owners"].items():
         table.add_row(f"port {port}", owner or "free")
+    if "kernels" in facts:
+        compiled = [rule for rule, found in facts["kernels"].items() if not found]
+        table.add_row("rules whose kernels compile", ", ".join(compiled))
     console.print(table)
     for line in wrong:
         console.print("wrong:", style="red", end=" ")
