@@ -20,7 +20,7 @@ help:
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make lint       ruff, mypy and the import contracts"
 	@echo "make format     format the code and fix what ruff can fix"
-	@echo "make bench      round trips per second beside a bare echo"
+	@echo "make bench      round trips per second beside a bare echo, update kernels beside a plain copy"
 	@echo "make clean      remove caches and build outputs; runs/ and the environment stay"
 
 demo: environment
@@ -44,6 +44,7 @@ format: environment
 
 bench: environment
 	$(VENV)/bin/zasgd bench roundtrip
+	$(VENV)/bin/zasgd bench kernels
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
