@@ -77,6 +77,7 @@ class ShardReplay:
         self.num_updates = 0
         self.ended = False
         self._gathered: list[tuple[PushRow, Committed]] = []
+        self._filler: PushRow | None = None
 
     @property
     def head(self) -> list[Any] | None:
@@ -130,6 +131,9 @@ class ShardReplay:
     def _update(self, version: int, lr: float, weight: float) -> None:
         self.values.update()
         self._applied(version, lr, weight)
+        if self._filler is not None:  # its push was answered with the update that it completed
+            self._send(self._filler.incarnation, self._filler.seq, self.values.snapshot())
+            self._filler = None
 
     def _round(self, version: int, lr: float, weight: float) -> None:
         members, self._gathered = self._gathered, []
@@ -146,7 +150,10 @@ class ShardReplay:
             return
         if row.what == "gather":
             self.values.gather(committed)
-            self._send(row.incarnation, row.seq, self.values.snapshot())
+            if self.values.is_full:
+                self._filler = row
+            else:
+                self._send(row.incarnation, row.seq, self.values.snapshot())
             return
         new = self.values.apply(committed)
         self._applied(row.version, row.lr, row.weight)
