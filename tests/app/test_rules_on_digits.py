@@ -1,8 +1,8 @@
 """What the rules are for: with sixteen workers plain updates fail on digits and compensated ones learn.
 
 Each run is `zasgd simulate`: real gradients, real broker, shards and workers, virtual time. Figures are test errors
-in percent at the hyper-parameters of one worker; means of two seeds where 5 % is the bound, since a seed is worth half a
-percent.
+in percent at the hyper-parameters of one worker; means of two seeds where 5 % is the bound, since a seed is worth half
+a percent.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ def test_sixteen_workers_without_compensation_fail(recipe: str) -> None:
 )
 def test_sixteen_workers_with_compensation_learn(recipe: str, rule: str) -> None:
     assert fmean(error(recipe, rule, seed) for seed in (0, 1)) < 5
+
+
+def test_the_same_recipe_ends_within_a_point_on_one_to_eight_workers() -> None:
+    """As elasticdl#89 asks: who has fewer or more machines today gets the same model."""
+    errors = [error("digits", "dc-asgd-a", num_workers=n) for n in (1, 4, 8)]
+    assert max(errors) - min(errors) <= 1.0
 
 
 def test_sixteen_workers_become_eight_and_then_twenty_four(tmp_path: Path) -> None:
