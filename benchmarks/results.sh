@@ -24,7 +24,7 @@ if [[ $which == *a* ]]; then
         compare "a_sgd_$speeds" digits --rules "$sgd" "${grid[@]}"
         compare "a_nag_$speeds" digits_nag --rules "$momentum" "${grid[@]}"
     done
-    compare a_adamw digits --workers 4,8,16,32,64 --seeds 2 --no-curve --rules \
+    compare a_adamw digits --workers 4,16,64 --seeds 2 --no-curve --rules \
         "sequential[$adamw],asgd[$adamw],dc-asgd-a[$adamw],delay-adaptive[$adamw],asgd[$adamw mode=buffer quorum=8]"
     compare a_local digits --workers 4,8,16,32 --seeds 2 --no-curve --rules \
         "easgd[push_every=5],delta[push_every=5],diloco[push_every=10 lr=0.03]"
@@ -45,6 +45,8 @@ if [[ $which == *c* ]]; then
         for steps in 1 5 20 50; do rules+="delta[push_every=$steps $kind],"; done
         compare "c_n_sync_${kind//=/_}" digits_nag --rules "${rules%,}" --workers 8 --seeds 2
     done
+    compare c_network digits --workers 16 --seeds 2 --no-curve --network 5,0.003 --rules \
+        "dc-asgd-a,dc-asgd-a[push_every=5],delta[push_every=5]" # 36 kB each way over two lines of 3 Mbit/s
     for start in warm_start slow_start; do
         compare "c_$start" digits_nag --rules "delta[push_every=5 outer_mean=false],delta[push_every=5],asgd" \
             --workers 1 --churn "$traces/$start.csv" --seeds 2

@@ -136,7 +136,7 @@ def train(
     seed: Annotated[int | None, typer.Option(min=0, help="Shorthand for --set train.seed=N.")] = None,
     device: Device = "auto",
     record_pushes: Annotated[
-        bool, typer.Option("--record-pushes", help="Record gradients too: `zasgd replay` then needs no model or data.")
+        bool, typer.Option("--record-pushes", help="Record gradients too: `zasgd replay` then computes none.")
     ] = False,
     json: Json = False,
 ) -> None:

@@ -268,10 +268,19 @@ def test_nobody_waits_for_ever_for_a_worker_that_has_nothing_to_do() -> None:
 
 
 def test_who_waits_goes_on_when_the_one_it_waited_for_dies() -> None:
-    floor = Floor(blocking(1), 2)
+    floor = Floor(blocking(2), 2)
+    floor.push(0)
     assert floor.push(0) == []
     floor.fence(1)
-    assert floor.shards[0].version == 1 and codes(floor.answers[0])[-1] == "Ack"
+    assert floor.shards[0].version == 2 and codes(floor.answers[0])[-1] == "Ack"
+
+
+@pytest.mark.parametrize("num_workers", [3, 6])
+def test_more_workers_than_max_lag_go_on_within_their_number(num_workers: int) -> None:
+    """Nobody could keep a smaller bound by waiting; each must not wait until its patience is over either."""
+    race = Race(blocking(2), [0.5] * num_workers, seed=1)
+    race.run(30.0)
+    assert len(race.applied) > 30.0 / 0.5 * num_workers * 0.5 and max(race.applied) <= num_workers and not race.refused
 
 
 def test_a_straggler_that_nobody_waited_for_is_damped_not_given_up() -> None:
@@ -287,7 +296,8 @@ def test_a_straggler_that_nobody_waited_for_is_damped_not_given_up() -> None:
 
 
 def test_a_second_push_while_one_is_held_does_not_push_it_out() -> None:
-    floor = Floor(blocking(1), 2)
+    floor = Floor(blocking(2), 2)
+    floor.push(0)
     assert floor.push(0, 4.0) == []
     first = floor.seqs[0]
     (answer,) = floor.push(0, 8.0)

@@ -387,7 +387,7 @@ class CountsLate(Broker):
     """Takes a push that came too late for an attempt."""
 
     def _settle_reports(self, member: Member, msg: Renew | Bye) -> list[Effect]:
-        refused = tuple(r._replace(reason="LAG") if r.reason == "LATE" else r for r in msg.refused)
+        refused = tuple(r._replace(reason="nonfinite") if r.reason == "LATE" else r for r in msg.refused)
         return super()._settle_reports(member, replace(msg, refused=refused))
 
 

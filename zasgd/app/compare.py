@@ -6,6 +6,7 @@ and whether it is done already is `grid`'s.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -64,6 +65,8 @@ def run(
     Whatever ends it, finished cells are kept: the same command goes on with the others. Raises GridError, RuleError,
     RecipeError, ScenarioError, DataError, SimulationError.
     """
+    if target_loss is not None and not 0 < target_loss < math.inf:
+        raise GridError(f"--target-loss {target_loss:g}: give a loss above 0")
     if target_loss is not None and not curve:
         raise GridError("--target-loss reads the scores after each epoch: leave --no-curve out")
     grid = Grid(source, tuple(sets), tuple(parse_variants(rules)), parse_counts(workers), num_seeds, scene, curve)

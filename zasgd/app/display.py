@@ -78,6 +78,8 @@ class Display:
         self._tell_once(report.get("evaluation_error"), "an evaluation failed: {}; see logs/eval.log")
         refused = (ledger or {}).get("refusals")
         self._tell_once(refused and "refused", "a gradient was refused (inf or NaN?); see events.jsonl for every one")
+        alarm = next((s["alarm"] for s in report.get("shards", ()) if s.get("alarm")), "")
+        self._tell_once(alarm and "diverging", f"the run seems to diverge: {alarm}; `zasgd status` tells more")
         waiting = report.get("phase") == "training" and not report.get("workers")
         self._tell_once(waiting and "waiting", "no worker is left; the run waits for one")
 

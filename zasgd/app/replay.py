@@ -62,6 +62,8 @@ def _shards(folder: Path, recipe: Recipe, layout: Layout, num_samples: int) -> l
             raise RecordError(
                 f"{folder}: the recipe builds another model now: its layout is {layout.hash}, the run's was {head[3]}"
             )
+        if head[4] != config.num_shards:
+            raise RecordError(f"{folder}: holds the records of {config.num_shards} shards, the run had {head[4]}")
         runs.add(head[2])
         shards.append(ShardReplay(config, layout, number, num_samples, rows))
     if len(runs) > 1:

@@ -85,7 +85,9 @@ def show(*, matrix: bool, markdown: Path | None, json_output: bool) -> None:
     elif json_output:
         print(as_json(matrix_rows() if matrix else [row.to_plain() for row in rule_rows()]))
     else:
-        _print(_matrix_table() if matrix else _rule_table())
+        console = _console()
+        rules = _rule_table if console.width >= NARROW else _rule_paragraphs
+        _print(_matrix_table() if matrix else rules(), console)
 
 
 # ---- what the tables say -------------------------------------------------------------------------------
@@ -147,12 +149,29 @@ def _about_any(reason: str, name: str) -> str:
 # ---- on a terminal -------------------------------------------------------------------------------------
 
 
-def _print(what: Iterable[Any]) -> None:
+NARROW = 150
+"""Columns below which nine of a table cannot be read: each rule then has a paragraph."""
+
+
+def _console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 200  # a file or a pipe is not narrow
+    return console
+
+
+def _print(what: Iterable[Any], console: Console) -> None:
     for part in what:
         console.print(part)
+
+
+def _rule_paragraphs() -> Iterator[Any]:
+    for row in rule_rows():
+        name, *others = _rule_cells(row)
+        told = [f"  {head}: {cell}" for head, cell in zip(_RULE_HEADS[1:], others, strict=True) if cell]
+        yield Text(name, style="bold")
+        yield Text("\n".join(told))
+    yield Text(_COST_NOTE)
 
 
 def _rule_table() -> Iterator[Any]:

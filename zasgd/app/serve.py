@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,16 @@ def ending_of(run_dir: Path) -> dict[str, Any]:
     return next((dict(e) for e in reversed(events) if e["event"] in endings), {})
 
 
-def as_json(summary: dict[str, Any]) -> str:
-    """One line."""
-    return json.dumps(summary, default=str)
+def as_json(summary: Any) -> str:
+    """One line; null for what JSON has no number for."""
+    return json.dumps(_finite(summary), default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

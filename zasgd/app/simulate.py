@@ -118,7 +118,9 @@ def run(source: str, rule: str | None, sets: Sequence[str], scene: Scene, *, cur
     Raises RecipeError, RuleError, ScenarioError, DataError, MissingExtraError, SimulationError.
     """
     recipe = loaded(source, rule, sets, scene.seed)
-    simulation = Simulation(recipe, replace(scene, num_workers=scene.num_workers or recipe.run.workers), curve=curve)
+    alone = parse_variant(rule).num_workers if rule is not None else None
+    num_workers = alone or scene.num_workers or recipe.run.workers
+    simulation = Simulation(recipe, replace(scene, num_workers=num_workers), curve=curve)
     simulation.run()
     result = simulation.result() | ({"curve": [p._asdict() for p in simulation.points]} if curve else {})
     if json_output:
@@ -140,6 +142,7 @@ def _print(result: dict[str, Any]) -> None:
         "test error": _percent(result["test_error"]),
         "train loss": f"{result['train_loss']:.4g}{' (diverged)' if result['diverged'] else ''}",
         "updates": f"{result['updates']} by {result['workers']} workers, {result['dropped']} pushes dropped",
+        "samples": f"{result['samples']} applied, {result['torn']} torn, {result['skipped']} skipped",
         "virtual time": f"{result['virtual_seconds']:.1f} s, {result['speedup']:.2f} times as fast as one worker",
         "lag": f"mean {lag['mean']:.2f}, p99 {lag['p99']}, max {lag['max']}; gap {result['gap_rmse']:.3g}",
     }
@@ -305,6 +308,12 @@ class Simulation:
         largest_bytes = 4 * max(part.size for part in slices)
         return batches * self.times.mean_s + pushes * self.link.round_trip_s(largest_bytes)
 
+    @property
+    def _share_applied(self) -> float:
+        """Of all samples: what was skipped cost no time that a single worker would have spent."""
+        ledger = self.cluster.broker.run.ledger
+        return ledger.once / (ledger.epochs * ledger.num_samples)
+
     def result(self) -> dict[str, Any]:
         """What `--json` prints, but for the curve."""
         end, shards, seconds = self._score(self._vectors()), self.shards, self.course.seconds
@@ -316,10 +325,12 @@ class Simulation:
             "updates": shards[0].version,
             "samples": self.cluster.broker.run.ledger.once,
             "virtual_seconds": seconds,
-            "speedup": self.alone_s / seconds if seconds else None,
+            "speedup": self.alone_s * self._share_applied / seconds if seconds else None,
             "lag": lag_facts([_values(shard).lags for shard in shards]),
             "gap_rmse": _gap_rmse([_values(shard) for shard in shards]),
             "dropped": len(self.course.dropped),
+            "torn": self.cluster.broker.run.ledger.torn,
+            "skipped": self.cluster.broker.run.ledger.skipped,
             "diverged": not end.train_loss < LEARNT * self.initial_loss,
             "seeds": {"train": self.recipe.train.seed, "schedule": self.scene.seed},
             "speeds": self.scene.speeds,

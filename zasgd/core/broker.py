@@ -250,8 +250,8 @@ class Broker:
             if number <= member.num_refused:
                 continue  # told again, since our answer was lost; the batch may be with somebody else by now
             member.num_refused, reason = number, text[:40]
-            if reason == "LATE":
-                ledger.give_back(member.incarnation, grant)  # its gradient was good, however often it comes too late
+            if reason in _GOOD_BUT_LATE:
+                ledger.give_back(member.incarnation, grant)  # however often that happens: nothing is wrong with it
             elif ledger.refuse(member.incarnation, grant, reason):
                 where = {"worker": member.number, "epoch": grant.epoch, "batch": grant.batch}
                 effects.append(Note("batch_refused", {**where, "reason": reason}))
@@ -453,6 +453,7 @@ def _epitaph(member: Member, event: Event, reason: str) -> Effect:
     return Note(f"{'evaluator' if member.role == 'eval' else 'server'}_left", {"reason": reason})
 
 
+_GOOD_BUT_LATE = ("LATE", "LAG")
 _SHARD_NUMBERS = ("samples", "bytes", "resident_bytes", "gap_rmse", "damping", "alarms")
 _OPEN_TO_ALL = (Describe, Hello, Status, Drain, StopMsg, Expel)
 _SERVED: dict[type[Message], Callable[[Broker, float, PeerId, Any], list[Effect]]] = {

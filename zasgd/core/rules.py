@@ -323,6 +323,10 @@ def _inflight_refusal(rule: RuleSpec) -> str | None:
 
 def _conflict(rule: RuleSpec) -> str | None:
     """Why stages of a rule do not go together, whatever is trained."""
+    if rule.quorum and rule.mode == "async":
+        return "quorum is for modes sync and buffer: set mode, or leave quorum out"
+    if rule.lag_policy != "drop" and not rule.max_lag:
+        return f"lag_policy {rule.lag_policy} needs max_lag, the lag from which on it applies"
     if rule.is_local:
         return _local_conflict(rule)
     stages = [s for s, on in _stages_on(rule).items() if on]

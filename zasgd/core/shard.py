@@ -250,7 +250,10 @@ class Shard:
             except MemoryError:
                 return self._stop(f"no memory for a shard of a model of {msg.layout.num_parameters} parameters", 3)
             self.layout = msg.layout
-            return [*self._record("shard", self.number, self.run, msg.layout.hash), *self._serve_newcomer(msg)]
+            return [
+                *self._record("shard", self.number, self.run, msg.layout.hash, self._config.num_shards),
+                *self._serve_newcomer(msg),
+            ]
         if self.layout is None:
             return []  # the broker repeats ADMIT with the layout until this shard has shown that it has it
         return self._serve_newcomer(msg)
@@ -518,8 +521,10 @@ class Shard:
             return False
         others = (c for c in self.clients.values() if c is not client and c.waiting is None)
         bases = sorted(c.newest for c in others if c.newest >= 0 and self._computes(now, c))
-        # They need one version each: the i-th of them is applied i versions after the first at the earliest.
-        return any(self.version + 1 + i - base >= rule.max_lag for i, base in enumerate(bases))
+        # They need one version each: the i-th of them is applied i versions after the first at the earliest. So with
+        # more workers than max_lag the bound is their number: nobody could keep a smaller one by waiting.
+        bound = max(rule.max_lag, len(bases) + 1)
+        return any(self.version + 1 + i - base >= bound for i, base in enumerate(bases))
 
     def _computes(self, now: float, client: Client) -> bool:
         usual_s = PATIENCE_STEPS * client.step_s if client.step_s else self.lease_s

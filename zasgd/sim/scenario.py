@@ -41,6 +41,10 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 _TAKEN = re.compile(r"broker|evaluator|shard-\d+")
 
 
+MAX_LATENCY_MS, MIN_GBIT, MAX_TASK_S = 60_000.0, 1e-6, 1e6
+"""Beyond these a lease runs out before anything is heard, or a run would take years of virtual time."""
+
+
 class ScenarioError(ValueError):
     """A text that describes no scenario; one line that says what is wrong, where, and what is possible."""
 
@@ -68,6 +72,8 @@ def parse_speeds(text: str, mean_s: float, seed: int) -> TaskTimes:
 
     mean_s: seconds of a task, for a name only; a table brings its own. seed: of every draw. Raises ScenarioError.
     """
+    if not 0.0 < mean_s <= MAX_TASK_S:
+        raise ScenarioError(f"a batch of {mean_s:g} s: give more than 0 and at most {MAX_TASK_S:g} s")
     if text.strip() in SPEEDS:
         return GammaTimes(mean_s, heterogeneous=text.strip() == "heterogeneous", seed=seed)
     header, *lines = _lines(text, "speeds") or [_Line("speeds", ())]
@@ -104,9 +110,12 @@ def parse_network(text: str) -> Link:
     numbers = [_number(cell) for cell in cells]
     if len(numbers) == 2 and None not in numbers:
         latency_ms, gbit = (n for n in numbers if n is not None)
-        if 0.0 <= latency_ms < math.inf and gbit >= 0.0:
+        if 0.0 <= latency_ms <= MAX_LATENCY_MS and (gbit == 0.0 or gbit >= MIN_GBIT):
             return Link(latency_ms / 1e3, 0.0, gbit * BITS_PER_GBIT / 8 if gbit else math.inf)
-    raise ScenarioError(f"network: {text[:60]!r} is not LATENCY_MS,GBIT, such as 0.2,10 (0 Gbit/s: no limit)")
+    raise ScenarioError(
+        f"network: {text[:60]!r} is not LATENCY_MS,GBIT, such as 0.2,10 (at most {MAX_LATENCY_MS:g} ms, at least "
+        f"{MIN_GBIT:g} Gbit/s or 0: no limit)"
+    )
 
 
 # ---- who comes and goes --------------------------------------------------------------------------------
@@ -255,8 +264,8 @@ def _worker(cell: str, where: str) -> str:
 
 def _positive(cell: str, where: str) -> float:
     found = _number(cell)
-    if found is None or not 0.0 < found < math.inf:
-        raise ScenarioError(f"{where}: {cell[:40]!r} is not a number of seconds over 0")
+    if found is None or not 0.0 < found <= MAX_TASK_S:
+        raise ScenarioError(f"{where}: {cell[:40]!r} is not a number of seconds over 0 and at most {MAX_TASK_S:g}")
     return found
 
 
