@@ -151,7 +151,7 @@ def train(
 
 @app.command()
 def demo(run_dir: RunDir = None, json: Json = False) -> None:
-    """Train digits while a worker joins after epoch 2 and is killed with SIGKILL after its 20th push."""
+    """Train digits while a worker joins after epoch 2 and is killed with SIGKILL soon after its 20th push."""
     from zasgd.app import demo as demo_app
 
     raise typer.Exit(demo_app.run(run_dir, json_output=json))

@@ -13,46 +13,50 @@ from zasgd.train.recipe import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Bears:
-    """Up to how many workers a rule held in the tables of docs/results.md; 0: no limit was found."""
+    """The most workers of the tables of docs/results.md with which the error was at most twice that of one worker.
+
+    0: no limit was found. instead: what to do about more.
+    """
 
     workers: int
     instead: str
 
 
-_MANY = "use dana+ga (SGD with momentum) or gap-aware (without)"
-_SGD = {"none": Bears(8, _MANY), "constant": Bears(8, _MANY), "adaptive": Bears(32, _MANY)}
-_MOMENTUM = {"none": Bears(8, _MANY), "constant": Bears(8, _MANY), "adaptive": Bears(16, _MANY)}
-_SCALED = Bears(32, _MANY)
-_SCALED_MOMENTUM = Bears(16, _MANY)
-_GAP_AWARE = Bears(64, "that is as far as it was tried")
-_DANA = Bears(16, "use dana+ga")
-_DANA_GA = Bears(64, "that is as far as it was tried")
-_ADAMW = Bears(8, "use mode buffer")
-_ADAMW_BUFFER = Bears(32, "use SGD with momentum and dana+ga")
-_LOCAL = {
-    "difference": Bears(8, "use a gradient rule"),
-    "elastic": Bears(8, "use a gradient rule"),
-    "outer": Bears(8, "use a gradient rule"),
+_SGD = "use gap-aware, or delay-adaptive where a vector per shard is too much"
+_MOMENTUM = "use gap-aware or dana+ga"
+_FARTHEST = "more were not tried"
+_SGD_BEARS = {"none": Bears(8, _SGD), "constant": Bears(8, _SGD), "adaptive": Bears(32, _SGD)}
+_MOMENTUM_BEARS = {"none": Bears(8, _MOMENTUM), "constant": Bears(8, _MOMENTUM), "adaptive": Bears(16, _MOMENTUM)}
+_ADAMW_BEARS = {"none": Bears(16, "use mode buffer"), "adaptive": Bears(64, _FARTHEST)}
+_LOCAL_BEARS = {
+    "difference": Bears(8, "push gradients instead"),
+    "elastic": Bears(8, "push gradients instead"),
+    "outer": Bears(8, "push gradients instead"),
 }
 
 
 def bears(rule: RuleSpec, group: GroupSpec) -> Bears:
     """What the tables say about a rule with the optimizer of the trained parameters."""
     if rule.mode == "sync":
-        return Bears(0, "")
-    if group.algorithm == "adamw":
-        return _ADAMW_BUFFER if rule.mode == "buffer" else _ADAMW
+        return Bears(16, "the mean of so many batches is too few updates at this rate: use mode async")
     if rule.is_local:
-        return _LOCAL[rule.exchange or ""]
-    with_momentum = bool(group.momentum)
-    if rule.look_ahead != "none":
-        return _DANA_GA if rule.gap_aware else _DANA
+        return _LOCAL_BEARS[rule.exchange or ""]
+    if group.algorithm == "adamw":
+        return _adamw(rule)
     if rule.gap_aware:
-        return _GAP_AWARE
-    if rule.scale != "none" or (rule.max_lag and rule.lag_policy == "damp"):
-        return _SCALED_MOMENTUM if with_momentum else _SCALED
+        return Bears(64, _FARTHEST)
+    if rule.look_ahead != "none":
+        return Bears(16, _MOMENTUM)
     kind = rule.compensate or "none"
-    return (_MOMENTUM if with_momentum else _SGD)[kind]
+    if kind == "none" and rule.scale == "delay" and not group.momentum:
+        return Bears(64, _FARTHEST)
+    return (_MOMENTUM_BEARS if group.momentum else _SGD_BEARS)[kind]
+
+
+def _adamw(rule: RuleSpec) -> Bears:
+    if rule.mode == "buffer":
+        return Bears(64, _FARTHEST)
+    return _ADAMW_BEARS.get(rule.compensate or "none", _ADAMW_BEARS["none"])
 
 
 def warning(recipe: Recipe, workers: int) -> str | None:
@@ -61,6 +65,7 @@ def warning(recipe: Recipe, workers: int) -> str | None:
     found = bears(rule, group)
     if not found.workers or workers <= found.workers:
         return None
-    momentum = f" with momentum {group.momentum:g}" if group.momentum else ""
-    what = f"{rule.name} with {group.algorithm}{momentum}"
-    return f"{workers} workers are more than {what} bears (up to {found.workers} in docs/results.md): {found.instead}"
+    momentum = f" and momentum {group.momentum:g}" if group.momentum else ""
+    mode = f" in mode {rule.mode}" if rule.mode != "async" else ""
+    what = f"{rule.name}{mode} with {group.algorithm}{momentum}"
+    return f"{workers} workers are more than {what} bore in docs/results.md, which is {found.workers}: {found.instead}"

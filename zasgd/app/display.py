@@ -122,7 +122,7 @@ def _accuracy(summary: Mapping[str, Any]) -> str:
 def _facts(report: Mapping[str, Any]) -> str:
     parts = [report.get("phase", "")] if report.get("phase") != "training" else []
     if report.get("loss") is not None:
-        parts.append(f"loss {report['loss']:.4f}")
+        parts.append(f"loss {report['loss']:.4g}")
     accuracy = (report.get("scores") or {}).get("test_accuracy")
     if accuracy is not None:
         parts.append(f"accuracy {100 * accuracy:.2f} %")

@@ -39,31 +39,33 @@ class Family:
 
 RULES: dict[str, Family] = {
     "asgd": Family(
-        {}, "c = g", "arXiv 1312.6186", "the baseline; few workers"
+        {}, "c = g", "arXiv 1312.6186", "the baseline; up to 8 workers"
     ),
     "dc-asgd-c": Family(
         {"compensate": "constant", "lam": 0.04},
-        "c = g + lam g g D", "arXiv 1609.08326", "when one more vector per shard is too much",
+        "c = g + lam g g D", "arXiv 1609.08326", "as asgd: up to 8 workers",
     ),
     "dc-asgd-a": Family(
         {"compensate": "adaptive", "lam": 2.0},
-        "MS = m MS + (1-m) g g; c = g + lam / sqrt(MS + 1e-7) g g D", "arXiv 1609.08326", "SGD without momentum",
+        "MS = m MS + (1-m) g g; c = g + lam / sqrt(MS + 1e-7) g g D", "arXiv 1609.08326",
+        "SGD, up to 32 workers without momentum, 16 with",
     ),
     "staleness-aware": Family(
-        {"scale": "staleness"}, "d = d / max(1, tau)", "arXiv 1511.05950", "few workers of equal speed"
+        {"scale": "staleness"}, "d = d / max(1, tau)", "arXiv 1511.05950", "up to 8 workers"
     ),
     "delay-adaptive": Family(
-        {"scale": "delay"}, "d = d min(1, delay_limit / tau)", "arXiv 2206.08307", "SGD and workers of unequal speed"
+        {"scale": "delay"}, "d = d min(1, delay_limit / tau)", "arXiv 2206.08307",
+        "SGD without momentum on shards without memory to spare, up to 64 workers",
     ),
     "gap-aware": Family(
         {"gap_aware": True},
         "d = d / (1 + |D| / C); C = eta_max (sqrt(R) + 1e-8); R = .999 R + .001 v v", "arXiv 1909.10802",
-        "momentum, where no vector per worker can be spared",
+        "SGD with and without momentum, up to 64 workers",
     ),
     "dana": Family(
         {"look_ahead": "shard"},
         "S -= v_i; v_i = gamma v_i + d; S += v_i; w -= eta v_i; send w - eta gamma S", "arXiv 1907.11612",
-        "momentum and few workers",
+        "momentum, up to 16 workers",
     ),
     "dana-slim": Family(
         {"look_ahead": "worker"},
@@ -72,7 +74,7 @@ RULES: dict[str, Family] = {
     ),
     "dana-dc": Family(
         {"look_ahead": "shard", "compensate": "constant", "lam": 2.0},
-        "dana with c = g + lam g g D", "arXiv 1907.11612", "as dana, with some more workers",
+        "dana with c = g + lam g g D", "arXiv 1907.11612", "as dana",
     ),
     "easgd": Family(
         {"exchange": "elastic"},
