@@ -31,22 +31,22 @@ _ADAMW_BEARS = {"none": Bears(16, "use mode buffer"), "adaptive": Bears(64, _FAR
 _LOCAL_BEARS = {
     "difference": Bears(8, "push gradients instead"),
     "elastic": Bears(8, "push gradients instead"),
-    "outer": Bears(8, "push gradients instead"),
+    "outer": Bears(4, "push gradients instead"),
 }
 
 
 def bears(rule: RuleSpec, group: GroupSpec) -> Bears:
     """What the tables say about a rule with the optimizer of the trained parameters."""
     if rule.mode == "sync":
-        return Bears(16, "the mean of so many batches is too few updates at this rate: use mode async")
+        return Bears(8, "the mean of so many batches is too few updates at this rate: use mode async")
     if rule.is_local:
         return _LOCAL_BEARS[rule.exchange or ""]
     if group.algorithm == "adamw":
         return _adamw(rule)
+    if rule.look_ahead != "none":
+        return Bears(32, "use gap-aware") if rule.gap_aware else Bears(16, _MOMENTUM)
     if rule.gap_aware:
         return Bears(64, _FARTHEST)
-    if rule.look_ahead != "none":
-        return Bears(16, _MOMENTUM)
     kind = rule.compensate or "none"
     if kind == "none" and rule.scale == "delay" and not group.momentum:
         return Bears(64, _FARTHEST)

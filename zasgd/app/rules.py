@@ -108,7 +108,7 @@ def _row(name: str) -> RuleRow:
         defaults={key: getattr(rule, key) for key, read_by in _READ_BY.items() if read_by(rule)},
         costs={base: _cost(rule, BASES[base]) for base in ("sgd", "momentum", "adamw")},
         source=", ".join(dict.fromkeys(f.source for f in families)),
-        use=families[0].use if len(families) == 1 else "momentum, up to 64 workers; the lowest train loss of all",
+        use=families[0].use if len(families) == 1 else "momentum, up to 32 workers; the lowest train loss of all",
     )
 
 
