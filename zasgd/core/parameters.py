@@ -265,7 +265,7 @@ class Parameters:
         """The buffers that ride on a push, its samples, its lag.
 
         A buffer that each batch moves by the fraction h towards its own value is stable under a lag of tau while
-        weight * h < 2 sin(pi / (2 (2 tau + 1))) (RULES T6); 1 / (1 + tau) is for every h up to 1, tau in pushes.
+        weight * h < 2 sin(pi / (2 (2 tau + 1))); 1 / (1 + tau) is for every h up to 1, tau in pushes.
         """
         push, snapshot = committed.push, committed.snapshot
         if push.stats.size:
