@@ -38,6 +38,7 @@ def test_sixteen_workers_with_compensation_learn(recipe: str, rule: str) -> None
     assert fmean(error(recipe, rule, seed) for seed in (0, 1)) < 5
 
 
+@pytest.mark.slow
 def test_the_same_recipe_ends_within_a_point_on_one_to_eight_workers() -> None:
     """As elasticdl#89 asks: who has fewer or more machines today gets the same model."""
     errors = [error("digits", "dc-asgd-a", num_workers=n) for n in (1, 4, 8)]

@@ -52,8 +52,8 @@ def test_the_json_has_the_promised_keys_and_every_batch_was_applied_once(tiny: s
     assert code == 0, err
     told = json.loads(out)
     promised = (
-        "rule workers test_error train_loss updates samples virtual_seconds speedup lag gap_rmse dropped diverged "
-        "seeds speeds network churn curve"
+        "rule workers test_error train_loss updates samples virtual_seconds speedup lag gap_rmse dropped torn skipped "
+        "diverged seeds speeds network churn curve"
     )
     assert list(told) == promised.split()
     assert (told["rule"], told["workers"], told["updates"]) == ("dc-asgd-a", 4, BATCHES)

@@ -419,7 +419,7 @@ def test_a_round_of_one_push_is_that_push(case: Case) -> None:
     A scale by lag is the weight of a gradient in the mean: weight decay, added after it, is not scaled. So there
     the two agree without lag only.
     """
-    plain = RuleSpec.from_plain(case.rule.to_plain() | {"mode": "async"})
+    plain = RuleSpec.from_plain(case.rule.to_plain() | {"mode": "async", "quorum": 0})
     groups = shard_groups(case.rule, case.groups)
     rng = np.random.default_rng(3)
     start = start_of(5, np.float32)
