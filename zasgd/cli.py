@@ -205,7 +205,9 @@ def worker(
     threads: Threads = 0,
     connect_timeout: ConnectTimeout = 60.0,
     broker_timeout: BrokerTimeout = 30.0,
-    data_path: Annotated[str, typer.Option(help="relay (through the broker) or direct (to the shards).")] = "relay",
+    data_path: Annotated[
+        str, typer.Option(help="auto, arena (shared memory), direct (to the shards) or relay. (default: the recipe's)")
+    ] = "",
 ) -> None:
     """Compute gradients for the broker's run. May join and leave (Ctrl-C, SIGTERM) at any moment."""
     from zasgd.app import by_hand
@@ -255,6 +257,14 @@ def stop(broker: BrokerOpt = DEFAULT_BROKER, json: Json = False, timeout: Timeou
     from zasgd.app import by_hand
 
     by_hand.stop(broker, timeout, json_output=json)
+
+
+@app.command()
+def clean(json: Json = False) -> None:
+    """Remove shared memory that killed runs have left behind; what a process still uses stays."""
+    from zasgd.app import clean as clean_app
+
+    clean_app.clean(json_output=json)
 
 
 @app.command()

@@ -1,13 +1,18 @@
-"""What a shard remembers of one incarnation: a window of seqs, a few snapshots, one staged push."""
+"""What a shard remembers of one incarnation: a window of seqs; for each slot a snapshot and a staged push."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zasgd.core.layout import Slice
 from zasgd.core.messages import Applied, Grant
+from zasgd.core.node import InvariantError
+from zasgd.core.region import RegionPlan, private_region
 from zasgd.core.snapshot import WINDOW, Client, Outcome, SeqWindow, Snapshot, Staged, frozen_copy
 
 
@@ -40,22 +45,63 @@ def test_a_jump_over_the_whole_window_forgets_it() -> None:
     assert window.bitmap == 1
 
 
-def test_only_as_many_snapshots_are_kept_as_pushes_may_be_out() -> None:
-    client = Client(0, 1, num_snapshots=2)
-    for version in (0, 1, 2, 2, 3):
-        client.keep(snapshot(version), 0.0)
-    assert list(client.snapshots) == [2, 3]
+def test_a_slot_keeps_what_was_sent_to_it_last_and_the_newest_version_is_that_of_any_slot() -> None:
+    client = Client(0, 1, num_slots=2)
+    for slot, version in ((0, 0), (1, 0), (1, 5), (0, 4)):
+        client.keep(slot, snapshot(version), 2.0)
+    assert {slot: kept.version for slot, kept in client.snapshots.items()} == {0: 4, 1: 5}
+    assert (client.newest, client.sent_at) == (5, 2.0)
 
 
-def test_every_table_of_a_client_is_bounded() -> None:
-    client = Client(0, 1, num_snapshots=1)
+def test_what_is_sent_to_a_slot_lies_in_one_array_for_good() -> None:
+    """Its own, of the right size, until there is one; in the region where memory is shared."""
+    client, whole = Client(0, 1, num_slots=2), Slice(16, 48)
+    first = client.array(0, whole)
+    assert (first.size, first.dtype) == (32, np.float32)
+    client.keep(0, replace(snapshot(0), params=first), 0.0)
+    assert client.array(0, whole) is first
+    assert not np.may_share_memory(client.array(1, whole), first)
+    client.region = private_region(RegionPlan(64, 2))
+    for slot in range(2):
+        client.region.params[slot][:] = np.arange(64) + 100 * slot
+        assert (client.array(slot, whole) == np.arange(16, 48) + 100 * slot).all()
+        assert np.may_share_memory(client.array(slot, whole), client.region.params[slot])
+
+
+def test_a_compressed_push_is_unpacked_where_that_of_its_slot_was() -> None:
+    client = Client(0, 1, num_slots=2)
+    assert client.decoded(0, 8) is client.decoded(0, 8)
+    assert not np.may_share_memory(client.decoded(0, 8), client.decoded(1, 8))
+    assert client.num_bytes == 2 * 8 * 4
+
+
+def test_snapshots_in_shared_memory_are_not_bytes_of_the_shard() -> None:
+    client = Client(0, 1, num_slots=1)
+    client.keep(0, snapshot(3), 0.0)
+    assert client.num_bytes == 4
+    client.region = private_region(RegionPlan(1))
+    assert client.num_bytes == 0
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_every_table_of_a_client_is_bounded(num_slots: int) -> None:
+    client = Client(0, 1, num_slots)
     for seq in range(1, 1000):
-        client.keep(snapshot(seq), 0.0)
+        client.keep(seq % num_slots, snapshot(seq), 0.0)
         client.record(seq, Outcome(True, seq), Applied(seq, (Grant(0, seq, 0, 1),)))
-        client.stage(seq).add(0, (np.zeros(4, np.float32),))
+        client.stage(seq).add(0, (np.zeros(4, np.float32),))  # type: ignore[union-attr]
         client.validate()
-    assert (len(client.outcomes), len(client.pushes), len(client.snapshots)) == (WINDOW, WINDOW, 1)
-    assert client.num_bytes == 4 + 16
+    assert (len(client.outcomes), len(client.pushes)) == (WINDOW, WINDOW)
+    assert (len(client.snapshots), len(client.staged)) == (num_slots, num_slots)
+    assert client.num_bytes == num_slots * (4 + 16)
+
+
+@pytest.mark.parametrize("slot", [2, -1])
+def test_a_snapshot_in_a_slot_that_is_none_is_found(slot: int) -> None:
+    client = Client(0, 1, num_slots=2)
+    client.keep(slot, snapshot(0), 0.0)
+    with pytest.raises(InvariantError, match="slot"):
+        client.validate()
 
 
 @given(st.permutations(range(6)), st.integers(0, 5))
@@ -87,11 +133,16 @@ def test_an_empty_slice_is_covered_by_nothing_at_all() -> None:
     assert staged.covering(0) == []
 
 
-def test_a_new_seq_discards_what_another_left() -> None:
-    client = Client(0, 1, 1)
-    client.stage(5).add(0, (np.zeros(4, np.float32),))
-    assert client.stage(5).num_bytes == 16
-    assert client.stage(6).num_bytes == 0
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_of_more_pushes_than_slots_the_oldest_is_discarded_and_does_not_come_back(num_slots: int) -> None:
+    client = Client(0, 1, num_slots)
+    first, *others = range(5, 6 + num_slots)
+    client.stage(first).add(0, (np.zeros(4, np.float32),))  # type: ignore[union-attr]
+    assert client.stage(first).num_bytes == 16  # type: ignore[union-attr]
+    for seq in others:
+        assert client.stage(seq).num_bytes == 0  # type: ignore[union-attr]
+    assert list(client.staged) == others
+    assert client.stage(first) is None and list(client.staged) == others
 
 
 def test_a_frozen_copy_cannot_be_written() -> None:

@@ -17,19 +17,20 @@ import pytest
 
 from zasgd.core import shard as shard_module
 from zasgd.core.broker import Broker
-from zasgd.core.exchange import Piece
 from zasgd.core.membership import Member
-from zasgd.core.messages import Ack, Array, Bye, Err, Fence, Grant, GrantMsg, Message, Probe, Push, Renew
+from zasgd.core.messages import Ack, Bye, Err, Fence, Grant, GrantMsg, Message, Probe, Push, Renew
 from zasgd.core.node import Effect, InvariantError, Node, PeerId, Send, require
+from zasgd.core.region import Memory
 from zasgd.core.rounds import Rounds, Waiting
 from zasgd.core.rules import GroupSpec, RuleSpec, check
 from zasgd.core.shard import Shard
 from zasgd.core.snapshot import Client
-from zasgd.core.worker import Gradient, GradientTask
+from zasgd.core.transfer import Gradient
+from zasgd.core.worker import GradientTask
 from zasgd.sim.cluster import Cluster, Plan
 from zasgd.sim.faults import Faults, Pause, scattered_kills
 from zasgd.sim.invariants import Observer, TableSizes
-from zasgd.sim.problems import Quadratic, zero_vectors
+from zasgd.sim.problems import Quadratic
 
 PLAIN = (GroupSpec(), GroupSpec(weight_decay=1e-4))
 MOMENTUM = (GroupSpec(momentum=0.9), GroupSpec(momentum=0.9, weight_decay=1e-4))
@@ -62,20 +63,13 @@ class LocalWork:
         self._plan = plan
         self._draw = random.Random(seed)
         self._problem = Quadratic(plan.layout.sizes["params"], seed=seed)
-        self._vectors: dict[str, dict[str, Array]] = {}
 
     def __call__(self, name: str, life: int, task: GradientTask) -> tuple[float, Gradient]:
-        vectors = self._vectors.setdefault(name, zero_vectors(self._plan.layout))
-        self._adopt(vectors, task.pieces)
         took_s = len(task.grants) * self._plan.step_s * self._draw.uniform(0.5, 1.5)
-        return took_s, self._gradient(vectors, task.grants)
+        return took_s, self._gradient(task.memory, task.grants)
 
-    def _adopt(self, vectors: dict[str, Array], pieces: tuple[Piece, ...]) -> None:
-        for section, start, values in pieces:
-            vectors[section][start : start + values.size] = values
-
-    def _gradient(self, vectors: dict[str, Array], grants: tuple[Grant, ...]) -> Gradient:
-        local = vectors["params"].copy()
+    def _gradient(self, memory: Memory, grants: tuple[Grant, ...]) -> Gradient:
+        local = memory.params.copy()
         gradients = []
         for grant in grants:
             gradients.append(self._problem.of(local, grant))
@@ -83,9 +77,9 @@ class LocalWork:
                 local -= np.float32(0.01) * gradients[-1]
         pushed = {"gradient": np.mean(gradients, axis=0, dtype=np.float32), "elastic": local}
         return Gradient(
-            grads=pushed.get(self._plan.rule.exchange or "", vectors["params"] - local),
-            stats=vectors["stats"] + np.float32(0.1) * (1 - vectors["stats"]),
-            counters=np.full_like(vectors["counters"], grants[-1].epoch),
+            grads=pushed.get(self._plan.rule.exchange or "", memory.params - local),
+            stats=memory.stats + np.float32(0.1) * (1 - memory.stats),
+            counters=np.full_like(memory.counters, grants[-1].epoch),
             num_samples=sum(g.num_samples for g in grants),
             loss=self._problem.loss(local),
             finite=True,
@@ -419,7 +413,7 @@ class Overlooks(Shard):
     def _gather(self, now: float, client: Client, waiting: Waiting) -> list[Effect]:
         if waiting.committed.push.seq % 5:
             return super()._gather(now, client, waiting)
-        return self._acknowledge(now, client, waiting, self._values.snapshot(), 0)
+        return self._acknowledge(now, client, waiting, self._values.snapshot(waiting.committed.snapshot.params), 0)
 
 
 def test_a_buffer_that_overlooks_a_push_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from zasgd.core.messages import Grant
+from zasgd.core.region import RegionPlan, memories, private_region
 from zasgd.core.worker import GradientTask
 from zasgd.sim.cluster import small_layout
 from zasgd.sim.problems import (
@@ -77,11 +78,14 @@ def test_a_task_of_several_batches_takes_their_times_and_yields_their_mean() -> 
     problem, bad = Quadratic(32), {(0, 2)}
     work = SimulatedWork(layout, problem, RecordedTimes({"worker-0": [1.0, 2.0, 4.0]}), bad=bad)
     first, second, rest = Grant(0, 0, 0, 16), Grant(0, 1, 16, 20), Grant(0, 2, 20, 24)
-    took_s, found = work("worker-0", 0, GradientTask((first, second), ()))
-    at = work.params("worker-0")
+    (memory,) = memories(private_region(RegionPlan(32)), layout)
+    memory.params[:] = np.linspace(-1, 1, 32)
+    took_s, found = work("worker-0", 0, GradientTask((first, second), memory))
+    at = memory.params.copy()
+    assert found.grads is memory.grads and np.array_equal(work.params("worker-0"), at)
     assert (took_s, found.num_samples, found.finite, found.grads.dtype) == (3.0, 20, True, np.float32)
     assert found.grads == pytest.approx((4 * problem.of(at, first) + problem.of(at, second)) / 5, rel=1e-6)
-    took_s, found = work("worker-0", 0, GradientTask((rest,), ()))
+    took_s, found = work("worker-0", 0, GradientTask((rest,), memory))
     assert (took_s, found.finite) == (4.0, False)
     assert np.array_equal(found.grads, problem.of(at, rest))
 

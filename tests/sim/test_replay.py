@@ -11,12 +11,15 @@ import pytest
 
 from zasgd.core.messages import Array, Grant
 from zasgd.core.parameters import ShardConfig
-from zasgd.core.replay import Replay, ReplayError, ShardReplay
+from zasgd.core.region import Memory
+from zasgd.core.replay import PUSHES, Replay, ReplayError, ShardReplay
 from zasgd.core.rules import GroupSpec, RuleSpec
+from zasgd.core.run import BrokerConfig
 from zasgd.core.schedule import Schedule
 from zasgd.core.shard import Shard
-from zasgd.core.worker import Gradient, GradientTask
-from zasgd.sim.cluster import Cluster, Plan
+from zasgd.core.transfer import Gradient
+from zasgd.core.worker import GradientTask, WorkerConfig
+from zasgd.sim.cluster import RUN, Cluster, Plan
 from zasgd.sim.faults import Faults, scattered_kills
 
 
@@ -56,19 +59,27 @@ STORM = Faults(
 )
 
 
-def run(rule: str, shard: type[Shard], faults: Faults | None = None) -> Cluster:
+def run(rule: str, shard: type[Shard], faults: Faults | None = None, inflight: int = 0) -> Cluster:
     spec, groups = RULES[rule]
-    plan = Plan(num_samples=160, rule=spec, groups=groups, shard=shard, member=replace(Plan().member, push_every=1))
-    cluster = Cluster(plan, 7, faults=faults)
+    plan = Plan(num_samples=160, rule=spec, groups=groups, shard=shard, member=WorkerConfig(inflight=inflight))
+    config = BrokerConfig(
+        RUN, "{}", plan.num_shards, plan.epochs, plan.batch_size, shard_config(plan).to_json(), len(groups),
+        lease_s=plan.lease_s, push_every=spec.push_every,
+    )  # fmt: skip
+    cluster = Cluster(replace(plan, config=config), 7, faults=faults)
     cluster.run(3000.0)
     assert cluster.broker.run.outcome == "completed"
     return cluster
 
 
+def shard_config(plan: Plan) -> ShardConfig:
+    schedule = Schedule(lr=plan.lr, epochs=plan.epochs)
+    return ShardConfig(plan.num_shards, plan.rule, plan.groups, schedule, inflight=plan.member.inflight)
+
+
 def replays(cluster: Cluster) -> list[ShardReplay]:
     """From rows that went to disk and came back."""
-    plan = cluster.plan
-    config = ShardConfig(plan.num_shards, plan.rule, plan.groups, Schedule(lr=plan.lr, epochs=plan.epochs))
+    plan, config = cluster.plan, shard_config(cluster.plan)
     found = []
     for number in range(plan.num_shards):
         name = next(n for n, p in cluster.world.processes.items() if getattr(p.node, "number", None) == number)
@@ -85,7 +96,8 @@ def again(cluster: Cluster, shards: list[ShardReplay]) -> int:
     def compute(_incarnation: int, grants: tuple[Grant, ...], vectors: dict[str, Array], _samples: int) -> Gradient:
         nonlocal count
         count += 1
-        return cluster.work._gradient(vectors, GradientTask(grants, ()))
+        memory = Memory(**vectors, grads=np.empty_like(vectors["params"]))
+        return cluster.work._gradient(GradientTask(grants, memory))
 
     Replay(cluster.plan.layout, shards, dict(cluster.initial), compute).run()
     return count
@@ -94,7 +106,19 @@ def again(cluster: Cluster, shards: list[ShardReplay]) -> int:
 @pytest.mark.parametrize("faults", [None, STORM], ids=["quiet", "storm"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_computed_again_has_the_same_bits(rule: str, faults: Faults | None) -> None:
-    cluster = run(rule, Recording, faults)
+    replays_alike(run(rule, Recording, faults))
+
+
+@pytest.mark.parametrize("rule", ["dc-asgd-a", "buffer", "several batches", "drop"])
+def test_a_run_with_a_push_on_its_way_computed_again_has_the_same_bits(rule: str) -> None:
+    """A worker's two slots are told apart: it computes on one while the other's push is under way."""
+    cluster = run(rule, Recording, STORM, inflight=1)
+    slots = {row[-2] for rows in cluster.world.records.values() for row in rows if row[0] in PUSHES}
+    assert slots == {0, 1}
+    replays_alike(cluster)
+
+
+def replays_alike(cluster: Cluster) -> None:
     shards = replays(cluster)
     assert again(cluster, shards) > 0
     for shard in shards:
@@ -121,7 +145,9 @@ def a_record_of(cluster: Cluster, shard: int, what: str) -> tuple[list[ShardRepl
 
 def test_what_was_recorded_otherwise_is_found() -> None:
     cluster = run("dc-asgd-a", Recording)
-    for column, value, says in ((1, 3, "version"), (5, 0, "computed on"), (6, 9, "lag"), (8, 0.5, "learning rate")):
+    for column, value, says in (
+        (1, 3, "version"), (5, 0, "computed on"), (6, 9, "lag"), (8, 0.5, "learning rate"), (14, 1, "pulled nothing")
+    ):  # fmt: skip
         shards, at = a_record_of(cluster, 1, "apply")
         shards[1].rows[at][column] = value
         with pytest.raises(ReplayError, match=f"shard 1, row {at + 1}: {says}|{says}"):

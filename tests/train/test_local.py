@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from computing import gradient
 
 from zasgd.core.ledger import permutation
 from zasgd.core.messages import Grant
@@ -76,22 +77,23 @@ class Plain:
 def test_what_is_pushed_is_where_torchs_optimizer_began_minus_where_it_ended(optimizer):
     recipe = recipe_of("delta", *optimizer)
     trainer, plain = Trainer(recipe), Plain(recipe)
-    began = trainer.initial()["params"]
+    memory = trainer.new_memory()
     for clock, grants in ((0, FIRST), (48, SECOND)):  # the second exchange needs the momentum of the first
-        found = trainer.gradient(grants, clock)
+        began = memory.params.copy()
+        found = trainer.gradient(grants, memory, clock)
+        np.testing.assert_array_equal(memory.params, began)
         losses = [plain.step(grant) for grant in grants]
         ended = plain.params(trainer)
         np.testing.assert_allclose(found.grads, began - ended, rtol=1e-4, atol=1e-8)
         assert np.abs(found.grads).max() > 1e-5
         assert (found.num_samples, found.loss) == (48, pytest.approx(np.mean(losses), rel=1e-6))
-        trainer.load("params", 0, ended)
-        began = ended
+        memory.params[:] = ended
 
 
 def test_by_easgd_a_worker_pushes_where_it_stands():
     recipe = recipe_of("easgd", *SGD)
     trainer, plain = Trainer(recipe), Plain(recipe)
-    found = trainer.gradient(FIRST, 0)
+    found = gradient(trainer, FIRST, 0)
     for grant in FIRST:
         plain.step(grant)
     np.testing.assert_allclose(found.grads, plain.params(trainer), rtol=1e-5, atol=1e-8)
@@ -99,7 +101,7 @@ def test_by_easgd_a_worker_pushes_where_it_stands():
 
 def test_steps_that_nobody_answered_are_taken_back():
     trainer = Trainer(recipe_of("delta", "optimizer.lr=0.1"))
-    first, again = trainer.gradient(FIRST, 5000), trainer.gradient(FIRST, 5000)
+    first, again = gradient(trainer, FIRST, 5000), gradient(trainer, FIRST, 5000)
     np.testing.assert_array_equal(first.grads, again.grads)
     assert first.loss == again.loss
 
@@ -111,8 +113,8 @@ def test_steps_that_are_not_finite_leave_no_trace():
     start = next(i for i in range(36) if small[i] and small[i + 1])
     good, bad = Grant(0, 1, start, start + 2), Grant(0, 0, 0, 37)
     trainer, untouched = (Trainer(load_recipe("digits", own)) for _ in range(2))
-    assert not trainer.gradient([good, bad, good], 5000).finite
-    found, expected = trainer.gradient([good], 5000), untouched.gradient([good], 5000)
+    assert not gradient(trainer, [good, bad, good], 5000).finite
+    found, expected = gradient(trainer, [good], 5000), gradient(untouched, [good], 5000)
     assert found.finite
     for section in ("grads", "stats", "counters"):
         np.testing.assert_array_equal(getattr(found, section), getattr(expected, section))
@@ -122,10 +124,10 @@ def test_a_step_that_overflows_is_not_pushed():
     trainer = Trainer(
         recipe_of("delta", "optimizer.lr=3e38", "optimizer.weight_decay=3e38", "schedule.warmup_epochs=0")
     )
-    found = trainer.gradient(FIRST[:1], 0)
+    found = gradient(trainer, FIRST[:1], 0)
     assert math.isfinite(found.loss)
     assert not found.finite
-    assert np.isfinite(trainer.gradient(FIRST[:1], 1 << 40).loss)
+    assert np.isfinite(gradient(trainer, FIRST[:1], 1 << 40).loss)
 
 
 def test_a_tensor_that_no_step_moved_is_absent():
@@ -134,7 +136,7 @@ def test_a_tensor_that_no_step_moved_is_absent():
     names = [t.name for t in trainer.layout.of_section("params")]
 
     def absent(*grants: Grant) -> set[str]:
-        presence = trainer.gradient(grants, 5000).presence
+        presence = gradient(trainer, grants, 5000).presence
         return {name for i, name in enumerate(names) if not presence[i >> 3] >> (i & 7) & 1}
 
     small, large = Grant(0, 0, 0, 5), Grant(0, 1, 5, 21)
@@ -144,14 +146,13 @@ def test_a_tensor_that_no_step_moved_is_absent():
 
 def test_the_elastic_force_holds_the_tensors_that_no_step_moved_too():
     trainer = Trainer(load_recipe("digits", ["model=branching:net", "rule.name=easgd", "optimizer.lr=0.1"]))
-    assert trainer.gradient(FIRST, 5000).presence == b""
+    assert gradient(trainer, FIRST, 5000).presence == b""
 
 
 def test_of_a_model_of_16_bits_only_what_the_steps_changed_is_pushed():
     trainer = Trainer(load_recipe("digits", ["model=branching:halves", "rule.name=delta", "optimizer.lr=1e-30"]))
     between = trainer.initial()["params"] + np.float32(1e-4)  # no bfloat16 number
-    trainer.load("params", 0, between)
-    assert not trainer.gradient(FIRST, 5000).grads.any()
+    assert not gradient(trainer, FIRST, 5000, params=between).grads.any()
 
 
 def test_one_trainer_serves_workers_whose_optimizers_are_their_own():
@@ -159,23 +160,23 @@ def test_one_trainer_serves_workers_whose_optimizers_are_their_own():
     shared, alone = Trainer(recipe), [Trainer(recipe) for _ in range(2)]
     owns = [shared.new_own() for _ in alone]
     for worker, grants in ((0, FIRST), (1, FIRST), (1, SECOND), (0, SECOND)):
-        expected = alone[worker].gradient(grants, 5000)
-        np.testing.assert_array_equal(shared.gradient(grants, 5000, owns[worker]).grads, expected.grads)
+        expected = gradient(alone[worker], grants, 5000)
+        np.testing.assert_array_equal(gradient(shared, grants, 5000, owns[worker]).grads, expected.grads)
 
 
 def test_two_workers_take_the_same_steps_whatever_they_did_before():
     own = ["model=user_recipe:net", "data=user_recipe:noisy", "train.loss=user_recipe:huber"]
     recipe = load_recipe("digits", [*own, "rule.name=easgd", "rule.push_every=2"])
     one, other = Trainer(recipe), Trainer(recipe)
-    other.gradient([Grant(0, 0, 0, 9)], 500)
+    gradient(other, [Grant(0, 0, 0, 9)], 500)
     torch.rand(1000)
     grants = (Grant(1, 2, 10, 15), Grant(1, 3, 15, 31))
-    np.testing.assert_array_equal(one.gradient(grants, 500).grads, other.gradient(grants, 500).grads)
+    np.testing.assert_array_equal(gradient(one, grants, 500).grads, gradient(other, grants, 500).grads)
 
 
 def test_a_step_of_the_optimizer_is_no_foreign_write_but_any_other_is():
     trainer = Trainer(recipe_of("delta", *SGD))
-    trainer.gradient(FIRST, 0)
+    gradient(trainer, FIRST, 0)
 
     @torch.no_grad()
     def clamp(net: torch.nn.Sequential, *_: object) -> None:
@@ -183,7 +184,7 @@ def test_a_step_of_the_optimizer_is_no_foreign_write_but_any_other_is():
 
     trainer.workload.flat.module.register_forward_hook(clamp)
     with pytest.raises(ForeignWriteError, match=r"parameter 4\.bias was written in place"):
-        trainer.gradient(FIRST, 0)
+        gradient(trainer, FIRST, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -191,5 +192,5 @@ def test_on_a_gpu_the_same_steps_are_taken():
     recipe = recipe_of("delta", *SGD)
     there, here = Trainer(recipe, "cuda"), Trainer(recipe)
     for grants in (FIRST, SECOND):
-        found, expected = there.gradient(grants, 5000), here.gradient(grants, 5000)
+        found, expected = gradient(there, grants, 5000), gradient(here, grants, 5000)
         np.testing.assert_allclose(found.grads, expected.grads, rtol=1e-3, atol=1e-6)

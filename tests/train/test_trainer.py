@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from computing import gradient
 
 from zasgd.core.ledger import permutation
 from zasgd.core.messages import Grant
@@ -38,7 +39,7 @@ def users(*overrides: str) -> Trainer:
 
 def test_the_gradient_is_that_of_plain_torch_on_the_granted_samples():
     trainer = Trainer(load_recipe("digits"))
-    found = trainer.gradient([GRANT], 0)
+    found = gradient(trainer, [GRANT], 0)
 
     torch.manual_seed(0)
     net, (train, _) = mlp(), digits()
@@ -54,17 +55,17 @@ def test_the_gradient_is_that_of_plain_torch_on_the_granted_samples():
 
 def test_two_workers_compute_the_same_gradient_whatever_they_did_before():
     one, other = users(), users()
-    other.gradient([Grant(0, 0, 0, 9)], 0)
-    other.gradient([Grant(3, 1, 9, 18)], 0)
+    gradient(other, [Grant(0, 0, 0, 9)], 0)
+    gradient(other, [Grant(3, 1, 9, 18)], 0)
     torch.rand(1000)
-    np.testing.assert_array_equal(one.gradient([GRANT], 0).grads, other.gradient([GRANT], 0).grads)
+    np.testing.assert_array_equal(gradient(one, [GRANT], 0).grads, gradient(other, [GRANT], 0).grads)
 
 
 def test_dropout_and_augmentation_differ_between_batches_and_epochs_and_seeds():
     trainer = users()
-    again, other_batch = trainer.gradient([GRANT], 0).loss, trainer.gradient([GRANT._replace(batch=3)], 0).loss
-    assert trainer.gradient([GRANT], 0).loss == again != other_batch
-    seeds = {users(f"train.seed={seed}").gradient([GRANT], 0).loss for seed in range(3)}
+    again, other_batch = gradient(trainer, [GRANT], 0).loss, gradient(trainer, [GRANT._replace(batch=3)], 0).loss
+    assert gradient(trainer, [GRANT], 0).loss == again != other_batch
+    seeds = {gradient(users(f"train.seed={seed}"), [GRANT], 0).loss for seed in range(3)}
     assert len(seeds) == 3
 
 
@@ -76,41 +77,62 @@ def test_a_sample_is_augmented_alike_in_whichever_batch_it_is():
     assert not torch.equal(wide, trainer.batch(Grant(1, 0, 0, 20))[0])
 
 
-def test_what_was_loaded_is_what_the_gradient_is_computed_on():
-    values = Trainer(load_recipe("digits", ["train.seed=1"])).initial()
-    at_once, in_pieces, not_at_all = (Trainer(load_recipe("digits")) for _ in range(3))
-    for section, vector in values.items():
-        at_once.load(section, 0, vector)
-        middle = len(vector) // 2
-        in_pieces.load(section, middle, vector[middle:])
-        in_pieces.load(section, 0, vector[:middle])
-    np.testing.assert_array_equal(at_once.gradient([GRANT], 0).grads, in_pieces.gradient([GRANT], 0).grads)
-    assert at_once.gradient([GRANT], 0).loss != not_at_all.gradient([GRANT], 0).loss
+def test_what_the_memory_holds_is_what_the_gradient_is_computed_on_and_stays():
+    values = Trainer(load_recipe("digits", ["train.seed=1"])).initial()["params"]
+    trainer = Trainer(load_recipe("digits"))
+    memory = trainer.new_memory()
+    memory.params[:] = values
+    found = trainer.gradient([GRANT], memory, 0)
+    assert found.grads is memory.grads
+    np.testing.assert_array_equal(memory.params, values)
+
+    torch.manual_seed(1)
+    net, (train, _) = mlp(), digits()
+    inputs, targets = train[permutation(1297, 0, epoch=1)[10:15]]
+    torch.nn.functional.cross_entropy(net(inputs), targets).backward()
+    start = trainer.layout.offsets["4.weight"]
+    np.testing.assert_array_equal(found.grads[start : start + 640], net[4].weight.grad.reshape(-1))
+
+
+def test_memories_may_take_turns():
+    trainer, alone = Trainer(load_recipe("digits")), Trainer(load_recipe("digits"))
+    first, second = trainer.new_memory(), trainer.new_memory()
+    second.params[:] *= 1.5
+    for memory in (first, second, first, second):
+        memory.params[:] += 0.01  # as an answer of the server does
+        expected = gradient(alone, [GRANT], 0, params=memory.params)
+        found = trainer.gradient([GRANT], memory, 0)
+        np.testing.assert_array_equal(found.grads, expected.grads)
+        assert found.loss == expected.loss
 
 
 def test_the_whole_gradient_is_clipped():
-    free = Trainer(load_recipe("digits")).gradient([GRANT], 0).grads
-    clipped = Trainer(load_recipe("digits", ["optimizer.clip_norm=0.1"])).gradient([GRANT], 0).grads
+    free = gradient(Trainer(load_recipe("digits")), [GRANT], 0).grads
+    clipped = gradient(Trainer(load_recipe("digits", ["optimizer.clip_norm=0.1"])), [GRANT], 0).grads
     assert np.linalg.norm(clipped) == pytest.approx(0.1, rel=1e-5)
     np.testing.assert_allclose(clipped, free * (0.1 / np.linalg.norm(free)), rtol=1e-4, atol=1e-9)
 
 
 def test_a_batch_that_is_not_finite_is_marked_and_leaves_no_trace_in_the_buffers():
     trainer = users("model=user_recipe:batch_normed", "train.loss=user_recipe:infinite_at_large_targets")
-    assert not trainer.gradient([Grant(0, 0, 0, 37)], 0).finite
+    assert not gradient(trainer, [Grant(0, 0, 0, 37)], 0).finite
     targets = [2 * index for index in permutation(37, 0, 0).tolist()]
     start = next(i for i in range(36) if max(targets[i], targets[i + 1]) < 40)
-    good = trainer.gradient([Grant(0, 1, start, start + 2)], 0)
+    good = gradient(trainer, [Grant(0, 1, start, start + 2)], 0)
     assert good.finite
     assert good.counters.max() == 1
 
 
-def test_buffers_after_the_batch_ride_on_the_gradient():
+def test_buffers_after_the_batch_ride_on_the_gradient_and_the_memory_keeps_those_before():
     trainer = users("model=user_recipe:batch_normed")
-    found = trainer.gradient([GRANT], 0)
+    memory = trainer.new_memory()
+    found, again = trainer.gradient([GRANT], memory, 0), trainer.gradient([GRANT], memory, 0)
     start = trainer.layout.offsets["1.running_mean"]
     assert found.stats[start : start + 3].any()
+    assert not memory.stats[start : start + 3].any()
     assert found.counters[trainer.layout.offsets["1.num_batches_tracked"]] == 1
+    np.testing.assert_array_equal(found.stats, again.stats)
+    assert found.counters.tolist() == again.counters.tolist()
 
 
 # ---- several batches in one push ---------------------------------------------------------------------------
@@ -120,7 +142,7 @@ SEVERAL = (GRANT, Grant(epoch=1, batch=3, start=15, stop=31))
 
 def test_several_batches_give_the_mean_gradient_over_all_their_samples():
     trainer = Trainer(load_recipe("digits", ["rule.push_every=2"]))
-    several, union = trainer.gradient(SEVERAL, 0), trainer.gradient([Grant(1, 2, 10, 31)], 0)
+    several, union = gradient(trainer, SEVERAL, 0), gradient(trainer, [Grant(1, 2, 10, 31)], 0)
     np.testing.assert_allclose(several.grads, union.grads, rtol=1e-5, atol=1e-7)
     assert several.loss == pytest.approx(union.loss, rel=1e-6)
     assert several.num_samples == union.num_samples == 21
@@ -128,18 +150,18 @@ def test_several_batches_give_the_mean_gradient_over_all_their_samples():
 
 def test_every_batch_of_a_push_sees_its_own_random_numbers_whoever_computes_it():
     one, other = users("rule.push_every=2"), users("rule.push_every=2")
-    other.gradient([Grant(0, 0, 0, 9), Grant(3, 1, 9, 18)], 0)
+    gradient(other, [Grant(0, 0, 0, 9), Grant(3, 1, 9, 18)], 0)
     torch.rand(1000)
-    found = one.gradient(SEVERAL, 0)
-    np.testing.assert_array_equal(found.grads, other.gradient(SEVERAL, 0).grads)
-    alone = [other.gradient([grant], 0) for grant in SEVERAL]
+    found = gradient(one, SEVERAL, 0)
+    np.testing.assert_array_equal(found.grads, gradient(other, SEVERAL, 0).grads)
+    alone = [gradient(other, [grant], 0) for grant in SEVERAL]
     assert found.loss == pytest.approx((5 * alone[0].loss + 16 * alone[1].loss) / 21, rel=1e-6)
     np.testing.assert_allclose(found.grads, (5 * alone[0].grads + 16 * alone[1].grads) / 21, rtol=1e-4, atol=1e-5)
 
 
 def test_of_several_batches_the_mean_is_clipped_as_a_whole():
-    free = Trainer(load_recipe("digits")).gradient(SEVERAL, 0).grads
-    clipped = Trainer(load_recipe("digits", ["optimizer.clip_norm=0.1"])).gradient(SEVERAL, 0).grads
+    free = gradient(Trainer(load_recipe("digits")), SEVERAL, 0).grads
+    clipped = gradient(Trainer(load_recipe("digits", ["optimizer.clip_norm=0.1"])), SEVERAL, 0).grads
     np.testing.assert_allclose(clipped, free * (0.1 / np.linalg.norm(free)), rtol=1e-4, atol=1e-9)
 
 
@@ -148,9 +170,9 @@ def test_one_bad_batch_of_several_makes_the_push_not_finite():
     small = [2 * index <= 40 for index in permutation(37, 0, 0).tolist()]
     start = next(i for i in range(36) if small[i] and small[i + 1])
     good, bad = Grant(0, 1, start, start + 2), Grant(0, 0, 0, 37)
-    assert not trainer.gradient([good, bad], 0).finite
-    assert not trainer.gradient([bad, good], 0).finite
-    again = trainer.gradient([good, good], 0)
+    assert not gradient(trainer, [good, bad], 0).finite
+    assert not gradient(trainer, [bad, good], 0).finite
+    again = gradient(trainer, [good, good], 0)
     assert again.finite
     assert again.counters.max() == 2
 
@@ -167,24 +189,24 @@ def absent(trainer: Trainer, presence: bytes) -> set[str]:
 
 def test_a_push_says_which_tensors_got_no_gradient_and_a_frozen_one_is_none_of_them():
     trainer = Trainer(load_recipe("digits", ["model=branching:net"]))
-    presence = trainer.gradient([GRANT], 0).presence
+    presence = gradient(trainer, [GRANT], 0).presence
     assert absent(trainer, presence) == {"rare.weight", "rare.bias", "never.weight", "never.bias"}
 
 
 def test_a_tensor_that_one_batch_of_several_used_is_present():
     trainer = Trainer(load_recipe("digits", ["model=branching:net", "model.args.threshold=10"]))
-    found = trainer.gradient(SEVERAL, 0)
+    found = gradient(trainer, SEVERAL, 0)
     assert absent(trainer, found.presence) == {"never.weight", "never.bias"}
     start = trainer.layout.offsets["rare.weight"]
-    only = trainer.gradient(SEVERAL[1:], 0).grads
+    only = gradient(trainer, SEVERAL[1:], 0).grads
     np.testing.assert_allclose(
         found.grads[start : start + 640], only[start : start + 640] * (16 / 21), rtol=1e-5, atol=1e-7
     )
 
 
 def test_where_all_tensors_got_a_gradient_nothing_is_said():
-    assert Trainer(load_recipe("digits")).gradient([GRANT], 0).presence == b""
-    assert users("model=user_recipe:batch_normed").gradient([GRANT], 0).presence == b""
+    assert gradient(Trainer(load_recipe("digits")), [GRANT], 0).presence == b""
+    assert gradient(users("model=user_recipe:batch_normed"), [GRANT], 0).presence == b""
 
 
 # ---- dana-slim: the momentum of the worker -----------------------------------------------------------------
@@ -199,9 +221,9 @@ def test_dana_slim_pushes_momentum_at_the_rate_of_the_sample_clock():
     decay = np.float32(1e-4) * values
     for clock in (1000, 30000):  # of 30 epochs of 1,297 samples: within the warm-up, and after the first milestone
         lr = load_recipe("digits", SLIM).schedule_spec().lr_at(clock, 1297)
-        d = plain.gradient([GRANT], 0).grads + decay
+        d = gradient(plain, [GRANT], 0).grads + decay
         v = np.float32(0.9) * v * np.float32(before / lr if before else 1) + d
-        np.testing.assert_allclose(slim.gradient([GRANT], clock).grads, np.float32(0.9) * v + d, rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(gradient(slim, [GRANT], clock).grads, np.float32(0.9) * v + d, rtol=1e-5, atol=1e-8)
         before = lr
 
 
@@ -212,19 +234,19 @@ def test_a_push_of_dana_slim_that_is_not_finite_leaves_its_momentum_alone():
     start = next(i for i in range(36) if small[i] and small[i + 1])
     good, bad = Grant(0, 1, start, start + 2), Grant(0, 0, 0, 37)
     for each in (trainer, untouched):
-        each.gradient([good], 5000)
-    assert not trainer.gradient([bad], 5000).finite
-    np.testing.assert_array_equal(trainer.gradient([good], 5000).grads, untouched.gradient([good], 5000).grads)
+        gradient(each, [good], 5000)
+    assert not gradient(trainer, [bad], 5000).finite
+    np.testing.assert_array_equal(gradient(trainer, [good], 5000).grads, gradient(untouched, [good], 5000).grads)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_momentum_that_overflows_is_not_pushed_and_not_kept():
     trainer = Trainer(load_recipe("digits", SLIM))
     own = trainer.new_own()
-    trainer.gradient([GRANT], 5000, own)
+    gradient(trainer, [GRANT], 5000, own)
     own.v[:] = 3e38
-    assert not trainer.gradient([GRANT], 39000, own).finite  # at a smaller rate: the momentum is scaled up
-    assert trainer.gradient([GRANT], 39000, own).finite
+    assert not gradient(trainer, [GRANT], 39000, own).finite  # at a smaller rate: the momentum is scaled up
+    assert gradient(trainer, [GRANT], 39000, own).finite
 
 
 def test_one_trainer_serves_workers_that_each_have_their_own():
@@ -232,8 +254,8 @@ def test_one_trainer_serves_workers_that_each_have_their_own():
     owns = [shared.new_own() for _ in alone]
     for step, worker in enumerate((0, 1, 1, 0)):
         grant = Grant(0, step, 16 * step, 16 * step + 16)
-        expected = alone[worker].gradient([grant], 5000)
-        np.testing.assert_array_equal(shared.gradient([grant], 5000, owns[worker]).grads, expected.grads)
+        expected = gradient(alone[worker], [grant], 5000)
+        np.testing.assert_array_equal(gradient(shared, [grant], 5000, owns[worker]).grads, expected.grads)
 
 
 # ---- factories -----------------------------------------------------------------------------------------------
@@ -273,7 +295,7 @@ def test_an_error_inside_the_users_code_passes_through():
     with pytest.raises(ZeroDivisionError, match="a bug of the user"):
         users("model=user_recipe:broken")
     with pytest.raises(TypeError, match="a sample should be a pair"):
-        users("data=user_recipe:lonely_samples").gradient([Grant(0, 0, 0, 2)], 0)
+        gradient(users("data=user_recipe:lonely_samples"), [Grant(0, 0, 0, 2)], 0)
 
 
 def test_a_users_module_in_the_current_folder_is_found(tmp_path):

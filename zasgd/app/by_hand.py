@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zasgd.app import serve
+from zasgd.core.worker import DATA_PATHS
 from zasgd.net.client import Client
 from zasgd.net.processes import run_shard
 from zasgd.net.sockets import AddressError, BindError, check_bind, is_loopback, split_address
@@ -103,8 +104,8 @@ def worker(
     from zasgd.train.roles import RoleOptions, run_worker
 
     split_address(broker)
-    if data_path not in ("relay", "direct"):
-        raise RecipeError(f"--data-path is relay or direct, not {data_path!r}")
+    if data_path and data_path not in DATA_PATHS:
+        raise RecipeError(f"--data-path is one of {', '.join(DATA_PATHS)}, not {data_path!r}")
     options = RoleOptions(
         broker=broker,
         name=name,
@@ -166,9 +167,10 @@ def _print_report(console: Console, report: dict[str, Any]) -> None:
     done, total = ledger.get("samples", 0), ledger.get("samples_total", 0)
     progress = f", epoch {ledger['epoch']} of {ledger['epochs']}, {done} of {total} samples" if ledger else ""
     console.print(f"run {report['run']}: {report['phase']}{progress}, {report['samples_per_s']:.0f} samples/s")
-    workers = Table("worker", "name", "pid", "host", "state", "steps", "lag", "samples/s")
+    workers = Table("worker", "name", "pid", "host", "path", "state", "steps", "lag", "samples/s")
     for w in report["workers"]:
-        cells = (w["id"], w["name"], w["pid"], w["host"], w["state"], w["steps"], w["lag"], f"{w['samples_per_s']:.1f}")
+        cells = (w["id"], w["name"], w["pid"], w["host"], w["data_path"], w["state"], w["steps"], w["lag"])
+        cells = (*cells, f"{w['samples_per_s']:.1f}")
         workers.add_row(*(Text(str(cell)) for cell in cells))
     shards = Table("shard", "pid", "host", "state", "version", "bytes", "resident", "lag mean", "lag max")
     for s in report["shards"]:

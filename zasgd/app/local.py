@@ -18,6 +18,7 @@ from zasgd.launch.children import RUN_VARIABLE, Child, spawn_command
 from zasgd.launch.forkserver import TorchForkserver
 from zasgd.launch.ports import PortClaim, claim_port_block
 from zasgd.launch.supervisor import Ending, Supervisor
+from zasgd.net.arena import default_folder, sweep
 from zasgd.net.sockets import DEFAULT_PORT
 from zasgd.train import roles
 from zasgd.train.recipe import Recipe
@@ -119,6 +120,7 @@ def train(recipe: Recipe, run_dir: Path, options: Options, *, json_output: bool)
     with Display(recipe, run_dir) as display:
         job.watch.tick, job.watch.say = display.tick, display.say
         ending = job.run()
+    sweep(default_folder())  # whoever was killed has left its shared memory behind
     return conclude(recipe, run_dir, ending, json_output=json_output)
 
 

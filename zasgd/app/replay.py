@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from zasgd.app.local import RECORDS
 from zasgd.core.layout import Layout
 from zasgd.core.messages import Array, Grant
 from zasgd.core.parameters import ShardConfig
+from zasgd.core.region import RegionPlan, memories, private_region
 from zasgd.core.replay import PUSHES, Replay, ReplayError, ShardReplay
-from zasgd.core.worker import Gradient
+from zasgd.core.transfer import Gradient
 from zasgd.net.record import RecordError, read_rows, shard_file
 from zasgd.train.recipe import Recipe, load_recipe
 from zasgd.train.trainer import Trainer
@@ -24,6 +26,10 @@ from zasgd.train.trainer import Trainer
 def replay(run_dir: Path, threads: int, *, json_output: bool) -> int:
     """Recompute a run; prints what was compared. Raises ReplayError at the first difference, RecordError."""
     recipe = load_recipe(str(_recipe_file(run_dir)))
+    if (recipe.run.compress_push, recipe.run.compress_pull) != ("none", "none"):
+        raise RecordError(
+            f"{run_dir}: pushes or pulls of this run may have been compressed, which replay does not redo"
+        )
     import torch
 
     torch.set_num_threads(threads)
@@ -47,8 +53,9 @@ def _recipe_file(run_dir: Path) -> Path:
 def _shards(folder: Path, recipe: Recipe, layout: Layout, num_samples: int) -> list[ShardReplay]:
     """One per record that is there, which must be all of a run."""
     config = ShardConfig(
-        len(list(folder.glob("shard-*.record"))), recipe.rule_spec(), recipe.group_specs(), recipe.schedule_spec()
-    )
+        len(list(folder.glob("shard-*.record"))), recipe.rule_spec(), recipe.group_specs(), recipe.schedule_spec(),
+        inflight=recipe.run.inflight,
+    )  # fmt: skip
     if not config.num_shards:
         raise RecordError(f"{folder}: no shard of this run has left a record")
     shards: list[ShardReplay] = []
@@ -76,6 +83,8 @@ class _Computing:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        plan = RegionPlan(trainer.layout.sizes["params"])
+        (self._memory,) = memories(private_region(plan), trainer.layout)
         self._own: dict[int, Any] = {}
         self.num_gradients = 0
 
@@ -83,11 +92,12 @@ class _Computing:
         self, incarnation: int, grants: tuple[Grant, ...], vectors: dict[str, Array], samples: int
     ) -> Gradient:
         for section, values in vectors.items():
-            self._trainer.load(section, 0, np.asarray(values))
+            np.copyto(getattr(self._memory, section), values)
         if incarnation not in self._own:
             self._own[incarnation] = self._trainer.new_own()
         self.num_gradients += 1
-        return self._trainer.gradient(grants, samples, self._own[incarnation])
+        found = self._trainer.gradient(grants, self._memory, samples, self._own[incarnation])
+        return dataclasses.replace(found, grads=found.grads.copy())
 
 
 def _told(run_dir: Path, shards: list[ShardReplay], computing: _Computing, *, json_output: bool) -> int:

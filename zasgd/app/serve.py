@@ -59,6 +59,8 @@ def broker_config(recipe: Recipe, num_servers: int, data_port: int, wants_evalua
         groups=recipe.group_specs(),
         schedule=recipe.schedule_spec(),
         window_bytes=recipe.run.window_bytes,
+        inflight=recipe.run.inflight,
+        pull=recipe.pull_compression(),
     )
     return BrokerConfig(
         run=new_run_id(),

@@ -22,14 +22,14 @@ from rich.text import Text
 
 from zasgd.app.serve import as_json, broker_config
 from zasgd.app.variants import parse_variant
-from zasgd.core.exchange import Piece
 from zasgd.core.layout import SECTIONS
 from zasgd.core.ledger import num_batches
 from zasgd.core.messages import Array, Err, Message
 from zasgd.core.node import Compute, Effect, Node
 from zasgd.core.parameters import Parameters
 from zasgd.core.shard import Shard
-from zasgd.core.worker import Gradient, GradientTask, WorkerConfig
+from zasgd.core.transfer import Gradient
+from zasgd.core.worker import GradientTask, WorkerConfig
 from zasgd.sim.cluster import Cluster, Plan
 from zasgd.sim.faults import Link
 from zasgd.sim.problems import TaskTimes
@@ -170,7 +170,7 @@ def _percent(error: float | None) -> str:
 class Work:
     """The batches of all workers, computed by one trainer (a Problem of the world).
 
-    Each life of a worker keeps what is its own: the parameters it computes on, momentum or a local optimizer.
+    Each life of a worker keeps what is its own: momentum or a local optimizer.
     """
 
     def __init__(self, trainer: Any, times: TaskTimes) -> None:
@@ -183,10 +183,7 @@ class Work:
         life = self._lives.get(name)
         if life is None or life.number != number:
             life = self._lives[name] = _Life(number, self._trainer.new_own())
-        life.pieces = task.pieces or life.pieces
-        for section, start, values in life.pieces:
-            self._trainer.load(section, start, values)
-        gradient = self._trainer.gradient(task.grants, task.samples, life.own)
+        gradient = self._trainer.gradient(task.grants, task.memory, task.samples, life.own)
         return sum(self._times.next(name) for _ in task.grants), gradient
 
 
@@ -196,7 +193,6 @@ class _Life:
 
     number: int
     own: Any
-    pieces: Sequence[Piece] = ()
 
 
 class Course:
@@ -271,7 +267,8 @@ class Simulation:
         plan = Plan(
             num_workers=self.scene.num_workers, num_shards=recipe.run.servers, num_samples=self.trainer.num_samples,
             batch_size=recipe.train.batch_size, epochs=recipe.train.epochs, layout=self.trainer.layout,
-            rule=recipe.rule_spec(), groups=recipe.group_specs(), config=config, member=WorkerConfig(),
+            rule=recipe.rule_spec(), groups=recipe.group_specs(), config=config,
+            member=WorkerConfig(inflight=recipe.run.inflight, push=recipe.push_compression()),
         )  # fmt: skip
         work = Work(self.trainer, self.times)
         seed = self.scene.derived_seed("schedule")

@@ -138,11 +138,13 @@ class Admission:
         run, config = self.run, self.run.config
         is_server = member.role == "server"
         endpoints = {m.number: str(m.facts.get("endpoint", "")) for m in run.servers()}
+        hosts = {m.number: m.host for m in run.servers()}
         return Welcome(
             run=run.id, shard=member.number if is_server else 0, worker=0 if is_server else member.number,
             incarnation=member.incarnation, token=member.token, num_shards=config.num_shards, lease_s=config.lease_s,
             window_bytes=config.window_bytes, data_port=config.data_port,
             endpoints=() if is_server else tuple(endpoints.get(k, "") for k in range(config.num_shards)),
+            hosts=() if is_server else tuple(hosts.get(k, "") for k in range(config.num_shards)),
             config=config.shard_config if is_server else "", layout=None if is_server else run.layout,
         )  # fmt: skip
 

@@ -233,6 +233,7 @@ class Broker:
 
     def _take_facts(self, now: float, member: Member, msg: Renew) -> None:
         member.facts.update(numbers(msg.facts, ("samples", "loss_sum", "step_s", "lag")))
+        member.facts["data_path"] = str(msg.facts.get("data_path", ""))[:40]
         samples = member.facts.get("samples", 0.0)
         self.run.loss.report(member.incarnation, member.facts.get("loss_sum", 0.0), samples)
         self.run.rates.setdefault(member.incarnation, RateMeter()).look(now, samples)

@@ -1,17 +1,17 @@
 """One request to every shard, until every shard has answered it.
 
-Decides when to probe and when to send again, and puts the parts of replies together. The caller decides what to ask and
-what the answers mean. Used by workers (INIT, PULL, PUSH), the evaluator and the broker (OBSERVE).
+Decides when to probe and when to send again, and which parts of replies are new. The caller decides what to ask and
+what the answers mean. Used by workers (ATTACH, INIT, PULL, PUSH), the evaluator and the broker (OBSERVE).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from zasgd.core.layout import SECTIONS, Layout
-from zasgd.core.messages import Ack, Array, Err, Init, Message, Params, Probe, Push
+from zasgd.core.messages import Ack, Array, Attached, Err, Init, Message, Params, Probe, Push
 from zasgd.core.node import Effect, PeerId, Send
 
 MIN_TIMEOUT_S = 1.0
@@ -19,6 +19,7 @@ MAX_TIMEOUT_S = 30.0
 SLOWEST_BYTES_PER_S = 16 * 1024 * 1024
 Piece = tuple[str, int, Array]
 """(section, first element in the section's flat vector, values)."""
+Reply = Ack | Params | Attached
 
 
 def backoff_s(base_s: float, salt: int, attempt: int) -> float:
@@ -60,7 +61,11 @@ class RoundTrip:
 
 @dataclass(slots=True)
 class _Leg:
-    """The request to one shard. refused: the code of a final refusal, empty while there is none."""
+    """The request to one shard.
+
+    refused: the code of a final refusal, empty while there is none. parts: of the answer, by number; None if the caller
+    has taken it.
+    """
 
     peer: PeerId
     messages: Sequence[Message]
@@ -72,7 +77,7 @@ class _Leg:
     version: int = 0
     lag: int = 0
     samples: int = 0
-    parts: dict[int, Ack | Params] = field(default_factory=dict)
+    parts: dict[int, Reply | None] = field(default_factory=dict)
 
     @property
     def settled(self) -> bool:
@@ -88,8 +93,12 @@ class Exchange:
         seq: int,
         requests: dict[int, tuple[PeerId, Sequence[Message]]],
         round_trip: RoundTrip,
+        *,
+        keeps_parts: bool = True,
     ) -> None:
+        """keeps_parts: for `pieces`; else the caller takes each part as it comes."""
         self.seq = seq
+        self._keeps_parts = keeps_parts
         self._round_trip = round_trip
         self._timeout_s = round_trip.timeout_s(max((_num_bytes(m) for _, m in requests.values()), default=0))
         self.legs = {
@@ -98,24 +107,29 @@ class Exchange:
 
     # ---- events -----------------------------------------------------------------------------------
 
-    def start(self) -> list[Effect]:
-        """Send everything a first time."""
-        return [Send(leg.peer, m) for leg in self.legs.values() for m in leg.messages]
+    def start(self, sent: Collection[Message] = ()) -> list[Effect]:
+        """Send everything a first time, but for what has been `sent` already."""
+        before = {id(m) for m in sent}
+        return [Send(leg.peer, m) for leg in self.legs.values() for m in leg.messages if id(m) not in before]
 
-    def on_reply(self, now: float, msg: Ack | Params) -> None:
-        """Take one part of an answer; anything that is not the answer awaited changes nothing."""
+    def on_reply(self, now: float, msg: Reply) -> bool:
+        """Take one part of an answer, and tell whether it is new; what is not awaited changes nothing."""
         leg = self.legs.get(msg.shard)
         if leg is None or leg.settled or msg.seq != self.seq:
-            return
+            return False
         if leg.parts and leg.version != msg.version:
             leg.parts.clear()  # a repeated OBSERVE found a newer version: parts of two never mix
-        leg.version, leg.samples = msg.version, msg.samples
+        is_new = msg.part not in leg.parts
+        leg.version = msg.version
+        if not isinstance(msg, Attached):
+            leg.samples = msg.samples
         leg.lag = msg.lag if isinstance(msg, Ack) else 0
-        leg.parts[msg.part] = msg
+        leg.parts[msg.part] = msg if self._keeps_parts else None
         if len(leg.parts) == msg.parts:
             leg.done = True
             if not leg.attempts:
                 self._round_trip.add(now - leg.sent_at)
+        return is_new
 
     def on_error(self, now: float, err: Err) -> list[Effect]:
         """A refusal: send again where the shard lacks the data, wait where it asks for it, else it is final."""
@@ -186,6 +200,8 @@ class Exchange:
         starts = {s: [part.start for part in layout.slices(s, len(self.legs))] for s in SECTIONS}
         for shard, leg in self.legs.items():
             for part in leg.parts.values():
+                if part is None or isinstance(part, Attached):
+                    continue
                 at = starts["params"][shard] + part.offset
                 for values in part.params:
                     found.append(("params", at, values))
@@ -200,7 +216,7 @@ class Exchange:
 def _num_bytes(messages: Iterable[Message]) -> int:
     total = 0
     for m in messages:
-        arrays = m.grads if isinstance(m, Push) else m.params if isinstance(m, Init) else ()
+        arrays = (*m.grads, *m.packed) if isinstance(m, Push) else m.params if isinstance(m, Init) else ()
         total += sum(a.nbytes for a in arrays)
     return total
 

@@ -61,7 +61,8 @@ def sweep(
     w: Vector,
     grad: Vector,
     known: Maybe,
-    sent: Vector,
+    sent: Maybe,
+    in_place: bool | None,
     ms: Maybe,
     momentum: Maybe,
     total: Maybe,
@@ -81,11 +82,12 @@ def sweep(
 ) -> None:
     """Apply one gradient by SGD or AdamW; the new values, or the look-ahead of dana, also go to `sent`.
 
-    All vectors are as long as `w`. known: what the gradient was computed on. momentum: dana's is one worker's, with
-    `total` the sum over the workers. second: of AdamW, whose first moment is `momentum`. share: `grad` is a sum, to
-    be divided by it and emptied. means: m and 1 - m of the mean square. gap_by: decay and 1 - decay of R, the rate
-    that a gap is measured in, the correction of R's bias. adam_by: what decay leaves of w, 1 - beta1, beta2,
-    1 - beta2, the root of the second bias correction, eps; the first bias correction is in `minus_eta`.
+    All vectors are as long as `w`. known: what the gradient was computed on. in_place: `known` takes
+    what is sent and `sent` is None, since one vector given as both would lose the vectorised loop. momentum: dana's is
+    one worker's, with `total` the sum over the workers. second: of AdamW, whose first moment is `momentum`. share:
+    `grad` is a sum, to be divided by it and emptied. means: m and 1 - m of the mean square. gap_by: decay and 1 - decay
+    of R, the rate that a gap is measured in, the correction of R's bias. adam_by: what decay leaves of w, 1 - beta1,
+    beta2, 1 - beta2, the root of the second bias correction, eps; the first bias correction is in `minus_eta`.
 
     lambda and the difference to `known` enter with their signs turned: without lag the correction is then -0.0, and
     -0.0 + g keeps the sign of a g that is itself -0.0.
@@ -141,7 +143,10 @@ def sweep(
             together = total[i] + (v - old)
             total[i] = together
             new = fma(minus_ahead, together, new)
-        sent[i] = new
+        if in_place is not None:
+            known[i] = new
+        if sent is not None:
+            sent[i] = new
 
 
 @njit(error_model="numpy", fastmath=False)

@@ -58,6 +58,8 @@ class Kind(enum.IntEnum):
     DONE = 28
     LIVE = 29
     ROUND = 30
+    ATTACH = 31
+    ATTACHED = 32
 
 
 class Grant(NamedTuple):
@@ -317,7 +319,10 @@ class Hello(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Welcome(Message):
-    """Tells a newcomer who it is: ids in F0 (for a server `shard`), and what it needs to begin."""
+    """Tells a newcomer who it is: ids in F0 (for a server `shard`), and what it needs to begin.
+
+    `endpoints` and `hosts` are where each shard listens and runs.
+    """
 
     kind = Kind.WELCOME
     token: bytes = body(blob)
@@ -325,6 +330,7 @@ class Welcome(Message):
     lease_s: float = body(number, 10.0)
     window_bytes: int = body(integer, 0)
     endpoints: tuple[str, ...] = body(many(text), ())
+    hosts: tuple[str, ...] = body(many(text), ())
     data_port: int = body(integer, 0)
     config: str = body(text, "")
     layout: Layout | None = body(optional_layout, None)
@@ -547,6 +553,31 @@ def integer_u64(value: Any) -> int:
 # ---- data: a worker or the evaluator and a shard ---------------------------------------------------
 
 pieces = many(floats, MAX_BUFFERS)
+packed = many(lambda value: vector(value), 4)
+
+
+def vector(value: Any) -> Array:
+    """A one-dimensional array of any type that may travel."""
+    if not isinstance(value, np.ndarray) or value.ndim != 1:
+        raise WireError("a packed array is not one-dimensional", "BAD_SHAPE")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attach(Message):
+    """Offers a shard the region of shared memory `name` with `slots` slots: parameters and gradients lie there."""
+
+    kind = Kind.ATTACH
+    name: str = body(text)
+    slots: int = body(integer, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attached(Message):
+    """A shard has opened the region; `token` is what it read there, which proves that both have the same memory."""
+
+    kind = Kind.ATTACHED
+    token: bytes = body(blob)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -563,9 +594,10 @@ class Init(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pull(Message):
-    """Asks a shard for its parameters; the shard keeps what it sends as this worker's snapshot."""
+    """Asks a shard for its parameters; the shard keeps what it sends as this worker's snapshot in `slot`."""
 
     kind = Kind.PULL
+    slot: int = body(integer, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -583,11 +615,12 @@ class Observe(Message):
 class Params(Message):
     """A shard's slice at `version`, from element `offset` on; answers Pull and Observe `seq`.
 
-    `samples` is the shard's sample clock.
+    `samples` is the shard's sample clock. `shared`: the slice was written into the worker's region.
     """
 
     kind = Kind.PARAMS
     samples: int = body(integer, 0)
+    shared: bool = body(boolean, False)
     offset: int = body(integer, 0)
     params: tuple[Array, ...] = body(pieces, ())
     stats: Array = body(floats, factory=no_floats)
@@ -601,15 +634,22 @@ class Push(Message):
     `grads` are consecutive pieces of the shard's slice from element `offset` on. The committing part names the
     grants that the gradient consumed, how many samples it averages, the mean `loss` over them, and in `presence` which
     tensors of the layout's parameters got a gradient (bit i, lowest first; empty: all). `abort` discards what was
-    staged.
+    staged. `slot` is the one whose snapshot it was computed on, and whose parameters the answer replaces. `shared`: the
+    gradient lies in the worker's region, in that slot. With `codec` the part is `count` elements from `offset` on,
+    compressed into `packed`.
     """
 
     kind = Kind.PUSH
     commit: bool = False
     abort: bool = False
     layout_hash: str = body(text)
+    slot: int = body(integer, 0)
+    shared: bool = body(boolean, False)
     offset: int = body(integer, 0)
     grads: tuple[Array, ...] = body(pieces, ())
+    codec: str = body(text, "")
+    packed: tuple[Array, ...] = body(packed, ())
+    count: int = body(integer, 0)
     stats: Array = body(floats, factory=no_floats)
     counters: Array = body(counts, factory=no_counters)
     grants: tuple[Grant, ...] = body(many(grant, 1024), ())
@@ -623,14 +663,19 @@ class Push(Message):
 class Ack(Message):
     """A push or seeding is done: the shard's new `version`, the push's lag there, and the new parameters.
 
-    `samples` is the shard's sample clock.
+    `samples` is the shard's sample clock. `shared`: the parameters were written into the worker's region. With `codec`
+    this part holds `count` differences from `offset` on to what was sent before, compressed into `packed`.
     """
 
     kind = Kind.ACK
     samples: int = body(integer, 0)
     lag: int = body(integer, 0)
+    shared: bool = body(boolean, False)
     offset: int = body(integer, 0)
     params: tuple[Array, ...] = body(pieces, ())
+    codec: str = body(text, "")
+    packed: tuple[Array, ...] = body(packed, ())
+    count: int = body(integer, 0)
     stats: Array = body(floats, factory=no_floats)
     counters: Array = body(counts, factory=no_counters)
 
@@ -647,6 +692,6 @@ MESSAGES: dict[Kind, type[Message]] = {
     for cls in (
         Describe, Description, Hello, Welcome, Rejoin, Init, Pull, Observe, Params, Push, Ack, Probe, Renew,
         GrantMsg, Lease, Admit, Admitted, Fence, Fenced, Bye, Expel, Evaluate, Result, Drain, StopMsg, Err,
-        Status, Done, Live, Round,
+        Status, Done, Live, Round, Attach, Attached,
     )
 }  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from zasgd.core.messages import Err, Message
+from zasgd.core.region import RegionPlan
 
 PeerId = Hashable
 """Where a message came from and how to answer it: opaque to every core."""
@@ -85,7 +86,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What became of a Compute effect: `task` is the very object that it carried."""
+    """What became of a Compute effect, whose `task` this is, or of a Share effect, which is itself the task."""
 
     task: Any
     result: Any
@@ -107,6 +108,25 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Make (`create`) or open the region of shared memory `name`.
+
+    Computed(this effect, Region or SharedMemoryError) comes back through `on_done`, at once.
+    """
+
+    name: str
+    plan: RegionPlan
+    create: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unshare:
+    """This node will not use the region `name` again."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """Something a person or the event log wants to know: past tense, with its facts."""
 
@@ -122,7 +142,7 @@ class Stop:
     code: int = 0
 
 
-Effect = Send | Dial | Compute | Save | Record | Note | Stop
+Effect = Send | Dial | Compute | Share | Unshare | Save | Record | Note | Stop
 
 
 class Node(Protocol):

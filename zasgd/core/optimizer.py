@@ -104,7 +104,10 @@ class _Update:
 
 
 class _Vectors(NamedTuple):
-    """What a caller hands in, whole or cut to a run. known: what was computed on. own: dana's of the worker."""
+    """What a caller hands in, whole or cut to a run.
+
+    known: what was computed on; writable if `sent` is the same memory. own: dana's of the worker.
+    """
 
     w: Vector
     known: Vector | None
@@ -155,10 +158,11 @@ class ShardOptimizer:
         """A joining worker's momentum of dana, v_i; None for the other rules, which keep none per worker."""
         return np.full(self.size, NOTHING) if self.rule.needs_own_momentum else None
 
-    def warm(self) -> None:
+    def warm(self, in_place: bool = True) -> None:
         """Compile what these methods and `all_finite` run for any of the groups, so that no push waits for it.
 
-        Needs no segments: a shard can warm before it knows its slice.
+        Needs no segments: a shard can warm before it knows its slice. in_place: `apply` will be called with the
+        snapshot as `out`.
         """
         count = len(self.groups)
         segments = [Segment(i, i + 1, i, i) for i in range(count)]
@@ -171,7 +175,8 @@ class ShardOptimizer:
             tiny.apply_sum(w, 0.0, out, total_share=1.0)
         else:
             for _ in range(2):  # of two workers, so that diloco's second push is one that flushes
-                tiny.apply(w, [(0, grad)], snapshot, 0.0, out, own=tiny.new_own(), num_workers=2)
+                known = out if in_place else snapshot
+                tiny.apply(w, [(0, grad)], known, 0.0, out, own=tiny.new_own(), num_workers=2)
 
     # ---- updates -------------------------------------------------------------------------------------
 
@@ -198,9 +203,9 @@ class ShardOptimizer:
         from `new_own`, for dana. num_workers: N, for rules that divide by it. absent: the tensors without gradient
         (Segment.tensor): they and their state stay as they are.
 
-        `w` shares memory with neither `snapshot` (the compensation would vanish) nor `out`; `out` may be `snapshot`,
-        at less speed. Raises InvariantError before anything is written. A gradient beyond 1.8e19 has no square in
-        float32: the compensated rules turn it into NaN.
+        `w` shares memory with neither `snapshot` (the compensation would vanish) nor `out`; `out` may be `snapshot`:
+        what is sent then takes its place. Raises InvariantError before anything is written. A gradient beyond 1.8e19
+        has no square in float32: the compensated rules turn it into NaN.
         """
         self._check_numbers(lr, weight, num_workers)
         self._check_pushed(pieces)
@@ -209,7 +214,9 @@ class ShardOptimizer:
         self.eta_max = max(self.eta_max, lr)
         self.num_arrivals += self.rule.exchange == "outer"
         update = _Update(lr, self._eta(lr, weight, num_workers), self.rule.scale_at(lag), num_workers)
-        known = read_only(snapshot) if snapshot is not None and self.rule.needs_snapshot else None
+        known = None
+        if snapshot is not None and self.rule.needs_snapshot:
+            known = out if np.may_share_memory(snapshot, out) else read_only(snapshot)
         self._update(_Vectors(w, known, out, own), pieces, update, absent)
 
     def accumulate(
@@ -312,11 +319,14 @@ class ShardOptimizer:
             minus_eta, adam_by = _adam_constants(group, -minus_eta, run.updates + 1)
         reads_known = minus_lam is not None or gap is not None or (decay is not None and rule.needs_own_momentum)
         shared = _cut(state.get("momentum") if group.momentum or adamw else None, at)
+        known = here.known if reads_known else None
+        in_place = True if known is not None and known.flags.writeable else None
         kernels.sweep(
             here.w,
             pushed,
-            here.known if reads_known else None,
-            here.sent,
+            known,
+            None if in_place else here.sent,
+            in_place,
             _cut(ms, at),
             here.own if rule.needs_own_momentum else shared,
             _cut(state.get("total"), at),

@@ -12,10 +12,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from zasgd.core.compress import Compression, encode_difference, warm
 from zasgd.core.guard import Gap, Guard
 from zasgd.core.kernels import Vector
 from zasgd.core.layout import Layout, Slice
@@ -24,9 +25,11 @@ from zasgd.core.node import require
 from zasgd.core.optimizer import Piece, ShardOptimizer
 from zasgd.core.rules import GroupSpec, RuleSpec, shard_groups
 from zasgd.core.schedule import Schedule
-from zasgd.core.snapshot import Snapshot, frozen_copy
+from zasgd.core.snapshot import Difference, Snapshot, frozen_copy
 
 MAX_LAG_BUCKET = 4095
+DIFFERENCE_ELEMENTS = 1 << 20
+"""Elements of a compressed part: its largest array must fit into a frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class ShardConfig:
     """What a shard must know to apply pushes; the broker sends it as JSON in WELCOME.
 
     groups: as the recipe has them. window_bytes: unacknowledged push bytes it stages per worker. inflight: pushes a
-    worker may have out beyond one.
+    worker may have out beyond one. pull: how answers to pushes are compressed where they travel.
     """
 
     num_shards: int
@@ -43,6 +46,7 @@ class ShardConfig:
     schedule: Schedule
     window_bytes: int = 1 << 30
     inflight: int = 0
+    pull: Compression = field(default_factory=Compression)
 
     def to_json(self) -> str:
         """JSON text, the inverse of from_json."""
@@ -50,6 +54,7 @@ class ShardConfig:
         plain["rule"] = self.rule.to_plain()
         plain["groups"] = [g.to_plain() for g in self.groups]
         plain["schedule"] = asdict(self.schedule)
+        plain["pull"] = self.pull.to_plain()
         return json.dumps(plain)
 
     @classmethod
@@ -65,6 +70,7 @@ class ShardConfig:
             schedule=Schedule(**schedule),
             window_bytes=plain["window_bytes"],
             inflight=plain["inflight"],
+            pull=Compression.from_plain(plain["pull"]),
         )
 
     def optimizer(self, layout: Layout | None = None, part: Slice | None = None) -> ShardOptimizer:
@@ -73,15 +79,26 @@ class ShardConfig:
         groups = shard_groups(self.rule, self.groups)
         return ShardOptimizer(self.rule, groups, segments, part.size if part else 0, self.inflight)
 
+    def warm(self) -> None:
+        """Compile what pushes will run, so that none waits for a compiler."""
+        self.optimizer().warm()
+        if self.pull.codec != "none":
+            self.optimizer().warm(in_place=False)
+            warm(self.pull)
+
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A whole push of one incarnation: the message that committed it, its gradient, and what it was computed on."""
+    """A whole push of one incarnation: the message that committed it, its gradient, and what it was computed on.
+
+    What is sent back takes the snapshot's place in its own array. travels: it is sent over a network.
+    """
 
     incarnation: int
     push: Push
     pieces: Sequence[Piece]
     snapshot: Snapshot
+    travels: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +140,7 @@ class Parameters:
         self.num_pushes = 0
         self._own: dict[int, Vector] = {}
         self._gathered: list[int] = []
+        self._scratch: Vector | None = None
 
     # ---- values -----------------------------------------------------------------------------------
 
@@ -136,11 +154,10 @@ class Parameters:
         require(self.version == 0 and not self._gathered, "a shard that has applied pushes was told to forget them")
         self.optimizer = self.config.optimizer(self._layout, self.slice)
 
-    def snapshot(self) -> Snapshot:
-        """What a pull sends now: the parameters, or where the rule looks ahead of them."""
-        sent = np.empty_like(self.params)
-        self.optimizer.outgoing(self.params, self._lr(), sent)
-        return self._sent(sent)
+    def snapshot(self, into: Vector) -> Snapshot:
+        """What a pull sends now, written into `into`: the parameters, or where the rule looks ahead of them."""
+        self.optimizer.outgoing(self.params, self._lr(), into)
+        return self._sent(into)
 
     def observed(self) -> Snapshot:
         """The parameters themselves, for evaluations and for the model on disk."""
@@ -154,7 +171,9 @@ class Parameters:
     def num_bytes(self) -> int:
         """Memory of parameters, buffers and rule, what is kept per worker included."""
         own = sum(v.nbytes for v in self._own.values())
-        return self.params.nbytes + self.stats.nbytes + self.counters.nbytes + self.optimizer.num_bytes() + own
+        scratch = 0 if self._scratch is None else self._scratch.nbytes
+        held = self.params.nbytes + self.stats.nbytes + self.counters.nbytes
+        return held + self.optimizer.num_bytes() + own + scratch
 
     # ---- updates ----------------------------------------------------------------------------------
 
@@ -165,7 +184,8 @@ class Parameters:
     def apply(self, push: Committed) -> Snapshot:
         """One push is one update; what is returned is sent to its worker, which computes on it next."""
         lag, lr, weight = self.lag_of(push.snapshot), self._lr(), self._weight(push)
-        sent = np.empty_like(self.params)
+        compresses = push.travels and self.config.pull.codec != "none"
+        sent = self._spare() if compresses else push.snapshot.params
         self.optimizer.apply(
             self.params, push.pieces, push.snapshot.params, lr, sent, lag=lag, weight=weight,
             own=self._own_of(push.incarnation), num_workers=self.num_workers, absent=self._absent(push),
@@ -173,7 +193,7 @@ class Parameters:
         self._count(push, lag, 1.0 / (1 + lag))
         self.version += 1
         self.last = Update(lag, lr, weight)
-        return self._sent(sent)
+        return self._differing(push.snapshot.params, sent) if compresses else self._sent(sent)
 
     def gather(self, push: Committed) -> None:
         """Mode buffer: the push is compensated now and part of the next update."""
@@ -204,15 +224,17 @@ class Parameters:
         self._apply_sum(lr, self.guard.damping, total)
         self._gathered.clear()
 
-    def apply_round(self, pushes: Sequence[Committed]) -> Snapshot:
-        """Mode sync: the mean of these, in this order, is one update."""
+    def apply_round(self, pushes: Sequence[Committed]) -> list[Snapshot]:
+        """Mode sync: the mean of these, in this order, is one update; what is sent to each."""
         lr, weight = self._lr(), 1.0
         for push in pushes:
             weight = self._weight(push)
             self._accumulate(push, 1.0)
             self._count(push, 0, 1.0 / len(pushes))
         sent = self._apply_sum(lr, weight, float(len(pushes)))
-        return self._sent(sent)
+        for push in pushes:
+            np.copyto(push.snapshot.params, sent)
+        return [self._sent(push.snapshot.params) for push in pushes]
 
     def leave(self, incarnation: int) -> bool:
         """A worker's life is over: nothing of its momentum stays. Whether there was any."""
@@ -228,7 +250,7 @@ class Parameters:
         )  # fmt: skip
 
     def _apply_sum(self, lr: float, weight: float, total: float) -> Vector:
-        sent = np.empty_like(self.params)
+        sent = self._spare()
         self.optimizer.apply_sum(self.params, lr, sent, weight=weight, total_share=total, num_workers=1)
         self.version += 1
         self.last = Update(0, lr, weight)
@@ -277,9 +299,23 @@ class Parameters:
         self.num_pushes += 1
         self.samples += push.num_samples
 
-    def _sent(self, sent: Vector) -> Snapshot:
-        sent.flags.writeable = False
-        return Snapshot(self.version, sent, *self._buffers(), self.samples, self.num_pushes)
+    def _sent(self, sent: Vector, differences: tuple[Difference, ...] = ()) -> Snapshot:
+        return Snapshot(self.version, sent, *self._buffers(), self.samples, self.num_pushes, differences)
+
+    def _differing(self, before: Vector, sent: Vector) -> Snapshot:
+        """What the worker makes of the compressed difference between `before`, which it has, and `sent`."""
+        found = []
+        for start in range(0, sent.size, DIFFERENCE_ELEMENTS):
+            at = slice(start, min(start + DIFFERENCE_ELEMENTS, sent.size))
+            packed = encode_difference(self.config.pull, sent[at], before[at])
+            found.append(Difference(start, at.stop - start, packed))
+        return self._sent(before, tuple(found))
+
+    def _spare(self) -> Vector:
+        """A vector for what is not written where it will stay."""
+        if self._scratch is None:
+            self._scratch = np.empty_like(self.params)
+        return self._scratch
 
     def _buffers(self) -> tuple[Array, Array]:
         """Copies of the buffers; an empty one is its own copy."""

@@ -19,7 +19,7 @@ from zasgd.core.layout import Layout
 from zasgd.core.messages import Array, Grant, Push, no_counters, no_floats
 from zasgd.core.parameters import Committed, Parameters, ShardConfig
 from zasgd.core.snapshot import Snapshot
-from zasgd.core.worker import Gradient
+from zasgd.core.transfer import Gradient
 
 PUSHES = ("apply", "gather", "member")
 """Rows that count a push: applied by itself, gathered for an update (mode buffer), member of a round (mode sync)."""
@@ -46,6 +46,7 @@ class PushRow(NamedTuple):
     grants: tuple[Grant, ...]
     presence: bytes
     loss: float | None
+    slot: int
     grads: bytes
 
     @classmethod
@@ -57,7 +58,7 @@ class PushRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a shard last sent to an incarnation, and its sample clock then."""
+    """What a shard last sent to a slot of an incarnation, and its sample clock then."""
 
     seq: int
     snapshot: Snapshot
@@ -73,7 +74,7 @@ class ShardReplay:
         self.rows = [list(row) for row in rows]
         self.at = 0
         self.values = Parameters(config, layout, number, num_samples)
-        self.sent: dict[int, Sent] = {}
+        self.sent: dict[tuple[int, int], Sent] = {}
         self.num_updates = 0
         self.ended = False
         self._gathered: list[tuple[PushRow, Committed]] = []
@@ -84,13 +85,11 @@ class ShardReplay:
         """The row that is next."""
         return self.rows[self.at] if self.at < len(self.rows) else None
 
-    def exchanges(self) -> Iterable[tuple[int, int]]:
-        """(incarnation, seq) of every pull and push in the record."""
+    def exchanges(self) -> Iterable[tuple[int, int, int]]:
+        """(incarnation, slot, seq) of every pull and push in the record."""
         for row in self.rows:
-            if row[0] in PUSHES:
-                yield row[3], row[4]
-            elif row[0] == "pull":
-                yield row[1], row[2]
+            if row[0] in PUSHES or row[0] == "pull":
+                yield _exchange(row)
 
     def advance(self, initial: Sequence[tuple[int, Array]], gradient: Gradient | None) -> None:
         """Carry out the row that is next.
@@ -115,12 +114,15 @@ class ShardReplay:
     def _seed(self, params: bytes, initial: Sequence[tuple[int, Array]]) -> None:
         self.values.seed([(0, np.frombuffer(params, np.float32))] if params else initial)
 
-    def _pull(self, incarnation: int, seq: int, version: int) -> None:
+    def _pull(self, incarnation: int, seq: int, version: int, slot: int) -> None:
         self._same("version", self.values.version, version)
-        self._send(incarnation, seq, self.values.snapshot())
+        held = self.sent.get((incarnation, slot))
+        into = np.empty(self.values.slice.size, np.float32) if held is None else held.snapshot.params
+        self._send(incarnation, slot, seq, self.values.snapshot(into))
 
     def _leave(self, incarnation: int) -> None:
-        self.sent.pop(incarnation, None)
+        for key in [key for key in self.sent if key[0] == incarnation]:
+            del self.sent[key]
         self.values.leave(incarnation)
 
     def _end(self, version: int, found: str) -> None:
@@ -132,15 +134,15 @@ class ShardReplay:
         self.values.update()
         self._applied(version, lr, weight)
         if self._filler is not None:  # its push was answered with the update that it completed
-            self._send(self._filler.incarnation, self._filler.seq, self.values.snapshot())
+            self._answer(self._filler, self.values.snapshot(self._held(self._filler)))
             self._filler = None
 
     def _round(self, version: int, lr: float, weight: float) -> None:
         members, self._gathered = self._gathered, []
         new = self.values.apply_round([committed for _, committed in members])
         self._applied(version, lr, weight)
-        for row, _ in members:
-            self._send(row.incarnation, row.seq, new)
+        for (row, _), sent in zip(members, new, strict=True):
+            self._answer(row, sent)
 
     def _push(self, row: PushRow, gradient: Gradient | None) -> None:
         committed = self._committed(row, gradient)
@@ -153,15 +155,15 @@ class ShardReplay:
             if self.values.is_full:
                 self._filler = row
             else:
-                self._send(row.incarnation, row.seq, self.values.snapshot())
+                self._answer(row, self.values.snapshot(self._held(row)))
             return
         new = self.values.apply(committed)
         self._applied(row.version, row.lr, row.weight)
         self._same("lag", self.values.last.lag, row.lag)
-        self._send(row.incarnation, row.seq, new)
+        self._answer(row, new)
 
     def _committed(self, row: PushRow, gradient: Gradient | None) -> Committed:
-        sent = self.sent.get(row.incarnation)
+        sent = self.sent.get((row.incarnation, row.slot))
         if sent is None:
             raise self._differs(f"incarnation {row.incarnation} pushes and has pulled nothing")
         self._same(f"version that push {row.seq} was computed on", sent.snapshot.version, row.base)
@@ -190,8 +192,14 @@ class ShardReplay:
         self._same("learning rate", self.values.last.lr, lr)
         self._same("weight", self.values.last.weight, weight)
 
-    def _send(self, incarnation: int, seq: int, snapshot: Snapshot) -> None:
-        self.sent[incarnation] = Sent(seq, snapshot, self.values.samples)
+    def _held(self, row: PushRow) -> Array:
+        return self.sent[row.incarnation, row.slot].snapshot.params
+
+    def _answer(self, row: PushRow, snapshot: Snapshot) -> None:
+        self._send(row.incarnation, row.slot, row.seq, snapshot)
+
+    def _send(self, incarnation: int, slot: int, seq: int, snapshot: Snapshot) -> None:
+        self.sent[incarnation, slot] = Sent(seq, snapshot, self.values.samples)
 
     def _same(self, what: str, found: Any, recorded: Any) -> None:
         if found != recorded:
@@ -216,14 +224,14 @@ class Replay:
         self.shards = shards
         self._initial = initial
         self._compute = compute
-        self._seqs: dict[int, list[int]] = defaultdict(list)
-        self._unanswered_by: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._seqs: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._unanswered_by: dict[tuple[int, int, int], set[int]] = defaultdict(set)
         for shard in shards:
-            for incarnation, seq in shard.exchanges():
-                self._unanswered_by[incarnation, seq].add(shard.number)
-        for incarnation, seq in sorted(self._unanswered_by):
-            self._seqs[incarnation].append(seq)
-        self._gradients: dict[tuple[int, int], Gradient] = {}
+            for exchange in shard.exchanges():
+                self._unanswered_by[exchange].add(shard.number)
+        for incarnation, slot, seq in sorted(self._unanswered_by):
+            self._seqs[incarnation, slot].append(seq)
+        self._gradients: dict[tuple[int, int, int], Gradient] = {}
 
     def run(self, progress: Callable[[int], object] = lambda done: None) -> None:
         """To the end of every record. progress: told the rows carried out so far. Raises ReplayError."""
@@ -252,25 +260,25 @@ class Replay:
             self._done(shard, row)
 
     def _gradient(self, row: PushRow) -> Gradient | None:
-        key = (row.incarnation, row.seq)
+        key = (row.incarnation, row.slot, row.seq)
         if key not in self._gradients:
             if not self._has_all(row):
                 return None
-            vectors, samples = self._view(row.incarnation)
+            vectors, samples = self._view(row)
             self._gradients[key] = self._compute(row.incarnation, row.grants, vectors, samples)
         return self._gradients[key]
 
     def _has_all(self, row: PushRow) -> bool:
-        """Every shard that the worker asked before this push has answered."""
-        seqs = self._seqs[row.incarnation]
+        """Every shard that the worker asked for this slot before this push has answered."""
+        seqs = self._seqs[row.incarnation, row.slot]
         at = bisect_left(seqs, row.seq)
         if at == 0:
             raise ReplayError(f"incarnation {row.incarnation} pushes and has pulled nothing")
-        return not self._unanswered_by[row.incarnation, seqs[at - 1]]
+        return not self._unanswered_by[row.incarnation, row.slot, seqs[at - 1]]
 
-    def _view(self, incarnation: int) -> tuple[dict[str, Array], int]:
+    def _view(self, row: PushRow) -> tuple[dict[str, Array], int]:
         """The flat vectors that a worker held, put together from what each shard sent it, and the sample clock."""
-        sent = [shard.sent[incarnation] for shard in self.shards]
+        sent = [shard.sent[row.incarnation, row.slot] for shard in self.shards]
         parts = {
             "params": [s.snapshot.params for s in sent],
             "stats": [s.snapshot.stats for s in sent],
@@ -295,7 +303,12 @@ class Replay:
         """This shard has answered an exchange; a gradient that every shard has taken is not kept."""
         if row[0] != "pull" and row[0] not in PUSHES:
             return
-        key = (row[1], row[2]) if row[0] == "pull" else (row[3], row[4])
+        key = _exchange(row)
         self._unanswered_by[key].discard(shard.number)
         if not self._unanswered_by[key]:
             self._gradients.pop(key, None)
+
+
+def _exchange(row: Sequence[Any]) -> tuple[int, int, int]:
+    """(incarnation, slot, seq) of a pull's or push's row."""
+    return (row[1], row[4], row[2]) if row[0] == "pull" else (row[3], row[-2], row[4])

@@ -44,6 +44,7 @@ def _worker(run: Run, member: Member, now: float) -> dict[str, Any]:
         "state": "draining" if member.drain and live else state,
         "steps": member.steps,
         "lag": _whole(member.facts.get("lag", 0)),
+        "data_path": member.facts.get("data_path", ""),
         "samples_per_s": _plain(round(rate.value, 2)) if rate else 0.0,
         "lease_s": round(member.lease_until - now, 2),
     }

@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from zasgd.core import wire
+from zasgd.core.compress import CodecError, decode
 from zasgd.core.kernels import all_finite
 from zasgd.core.layout import Layout
 from zasgd.core.messages import (
@@ -23,6 +25,8 @@ from zasgd.core.messages import (
     Admitted,
     Applied,
     Array,
+    Attach,
+    Attached,
     Bye,
     Decision,
     Done,
@@ -56,13 +60,16 @@ from zasgd.core.node import (
     Record,
     Refusal,
     Send,
+    Share,
     Stop,
+    Unshare,
     require,
 )  # fmt: skip
 from zasgd.core.optimizer import Piece
-from zasgd.core.parameters import Committed, Parameters, ShardConfig
+from zasgd.core.parameters import DIFFERENCE_ELEMENTS, Committed, Parameters, ShardConfig
+from zasgd.core.region import Region, RegionPlan
 from zasgd.core.rounds import Rounds, Waiting
-from zasgd.core.snapshot import Client, Outcome, Snapshot
+from zasgd.core.snapshot import Client, Outcome, Snapshot, Staged
 
 MAX_SAMPLES_PER_PUSH = 1 << 32
 MAX_SETTLED = 1024
@@ -113,6 +120,7 @@ class Shard:
         self._settled: deque[int] = deque(maxlen=MAX_SETTLED)
         self.renewals = 0
         self.stopped = False
+        self._attaching: tuple[PeerId, Attach] | None = None
         self._records = records
         self._records_pushes = records_pushes
         self._events = 0
@@ -136,9 +144,17 @@ class Shard:
             return [Send(peer, refusal.answer(msg, run=self.run, shard=max(self.number, 0)))]
 
     def on_done(self, now: float, done: Computed) -> list[Effect]:
-        """A shard asks for no slow work: the kernel is pure and runs inline."""
-        require(False, "a shard has nothing computed elsewhere")
-        return []
+        """A region was opened, or could not be: the only thing a shard asks for, since the kernel runs inline."""
+        require(isinstance(done.task, Share) and self._attaching is not None, "a shard has nothing computed elsewhere")
+        (peer, msg), self._attaching = self._attaching, None  # type: ignore[misc]
+        client = self.clients.get(msg.incarnation)
+        if client is None:
+            return [Unshare(msg.name)]
+        if not isinstance(done.result, Region):
+            refusal = Refusal("NO_ARENA", str(done.result))
+            return [Send(peer, refusal.answer(msg, run=self.run, shard=self.number))]
+        client.region, client.region_name = done.result, msg.name
+        return [self._attached(peer, client, msg)]
 
     def on_timer(self, now: float) -> list[Effect]:
         """Say HELLO until welcomed, then renew; give up on a silent broker."""
@@ -179,7 +195,8 @@ class Shard:
             self.values.validate(list(self.clients))
         for client in self.clients.values():
             client.validate()
-            require(all(v <= self.version for v in client.snapshots), "a snapshot is newer than the shard")
+            newest = max((s.version for s in client.snapshots.values()), default=0)
+            require(newest <= self.version, "a snapshot is newer than the shard")
 
     @property
     def version(self) -> int:
@@ -239,7 +256,7 @@ class Shard:
             msg.lease_s,
         )
         # Compile before the first renewal says that this shard is ready: no push ever waits for a compiler.
-        self.config.optimizer().warm()
+        self.config.warm()
         self._timers.clear("hello")
         return [Note("welcomed", {"shard": self.number}), *self._renew(now)]
 
@@ -268,6 +285,7 @@ class Shard:
 
     def _fence(self, now: float, msg: Fence) -> list[Effect]:
         client = self.clients.pop(msg.incarnation, None)
+        unshare: list[Effect] = [Unshare(client.region_name)] if client is not None and client.region_name else []
         if msg.discard and self.seeded_by == msg.incarnation:
             self.seeded_by = 0
             self._values.forget()
@@ -280,7 +298,7 @@ class Shard:
                 bitmap=client.window.bitmap,
                 pushes=tuple(client.pushes),
             )
-        return [*effects, Send(BROKER, self.fenced[msg.incarnation])]
+        return [*effects, *unshare, Send(BROKER, self.fenced[msg.incarnation])]
 
     def _forget_worker(self, now: float, incarnation: int) -> list[Effect]:
         """Its momentum goes, and nobody waits for it any more."""
@@ -352,6 +370,8 @@ class Shard:
         client = self.clients.get(msg.incarnation)
         if client is None or client.worker != msg.worker:
             raise Refusal("FENCED", f"incarnation {msg.incarnation} is not admitted here")
+        if isinstance(msg, Attach):
+            return self._attach(now, peer, client, msg)  # not a seq of its own: asked again it is done again
         known = client.window.state(msg.seq)
         if known == "old":
             raise Refusal("OLD_SEQ", f"seq {msg.seq} is below the window that ends at {client.window.high}")
@@ -366,16 +386,37 @@ class Shard:
         effects = self._update() if whole else []
         return [*effects, *self._reply(Params, peer, msg, self._values.observed())]
 
-    def _pull(self, now: float, peer: PeerId, client: Client, msg: Message) -> list[Effect]:
+    def _attach(self, now: float, peer: PeerId, client: Client, msg: Attach) -> list[Effect]:
+        """Open the worker's region; asked again it answers again."""
+        if msg.slots != client.num_slots:
+            raise Refusal("BAD_FIELD", f"a worker has {client.num_slots} slots in this run, not {msg.slots}")
+        if client.region_name == msg.name:
+            return [self._attached(peer, client, msg)]
+        if client.region_name:
+            raise Refusal("NO_ARENA", "this worker has another region")
+        plan = RegionPlan(self._layout.sizes["params"], msg.slots)
+        self._attaching = (peer, msg)
+        return [Share(msg.name, plan, create=False)]
+
+    def _attached(self, peer: PeerId, client: Client, msg: Attach) -> Send:
+        token = client.region.token if client.region is not None else b""
+        return Send(peer, Attached(**self._ids(msg), seq=msg.seq, token=token))
+
+    def _pull(self, now: float, peer: PeerId, client: Client, msg: Pull) -> list[Effect]:
         if not self.seeded_by:
             raise Refusal("UNSEEDED", "this shard holds no parameters yet", retry_after_ms=200)
-        snapshot = client.snapshots.get(self.version) or self._values.snapshot()
-        client.keep(snapshot, now)
-        client.record(msg.seq, Outcome(push=False, version=self.version))
+        self._check_slot(client, msg.slot)
+        snapshot = self._values.snapshot(client.array(msg.slot, self._values.slice))
+        client.keep(msg.slot, snapshot, now)
+        client.record(msg.seq, Outcome(push=False, version=self.version, slot=msg.slot))
         return [
-            *self._record("pull", client.incarnation, msg.seq, self.version),
+            *self._record("pull", client.incarnation, msg.seq, self.version, msg.slot),
             *self._reply(Params, peer, msg, snapshot),
         ]
+
+    def _check_slot(self, client: Client, slot: int) -> None:
+        if slot >= client.num_slots:
+            raise Refusal("BAD_FIELD", f"slot {slot} of {client.num_slots}")
 
     def _probe(self, now: float, peer: PeerId, client: Client, msg: Message) -> list[Effect]:
         if client.waiting is not None and client.waiting.committed.push.seq == msg.seq:
@@ -390,14 +431,14 @@ class Shard:
         own = (values.stats.size, values.counters.size)
         if init.part == 0 and (init.stats.size, init.counters.size) != own:
             raise Refusal("BAD_SHAPE", f"a seeder brings {own[0]} stats and {own[1]} counters")
-        staged = self._stage(client, init.seq, init.offset, init.params)
+        staged = self._stage(client, init, init.params)
         if init.part == 0:
             values.stats[:], values.counters[:] = init.stats, init.counters
         pieces = staged.covering(values.slice.size)
         if pieces is None:
             return []
         values.seed(pieces)
-        client.staged = None
+        client.staged.clear()
         self.seeded_by = client.incarnation
         client.record(init.seq, Outcome(push=True, version=0))
         first = values.params.tobytes() if self._records_pushes else b""
@@ -414,8 +455,7 @@ class Shard:
             if refusal.retry_after_ms is None:
                 # The worker goes on without it: no late copy of this seq may be applied after all.
                 client.record(push.seq, Outcome(push=True, version=self.version, refused=refusal.code))
-                if client.staged is not None and client.staged.seq == push.seq:
-                    client.staged = None
+                client.staged.pop(push.seq, None)
                 self._give_up_round(push)
             raise
 
@@ -425,34 +465,60 @@ class Shard:
             self._note_decision(Decision((), (PushId(push.incarnation, push.seq),)))
 
     def _staged_push(self, now: float, peer: PeerId, client: Client, push: Push) -> list[Effect]:
-        if client.staged is not None and push.seq < client.staged.seq:
-            raise Refusal("OLD_SEQ", f"push {push.seq} was given up for {client.staged.seq}")
         if push.abort:
-            client.staged = None
+            client.staged.pop(push.seq, None)
             return []
         if client.waiting is not None:
             raise Refusal("WAITING", "a push of this worker is here and waits for others", retry_after_ms=ASK_AGAIN_MS)
         snapshot = self._checked(client, push)
-        staged = self._stage(client, push.seq, push.offset, push.grads)
-        if not push.commit:
-            return []
+        if push.shared:
+            pieces = self._shared_gradient(client, push)
+        else:
+            staged = self._stage(client, push, self._unpacked(client, push) if push.codec else push.grads)
+            if not push.commit:
+                return []
+            pieces = self._complete(client, staged, push)
+        client.pushed(now)
+        committed = Committed(client.incarnation, push, pieces, snapshot, travels=client.region is None)
+        return _DISCIPLINES[self._config.rule.mode](self, now, client, Waiting(peer, committed))
+
+    def _shared_gradient(self, client: Client, push: Push) -> list[Piece]:
+        """The worker's own memory; it has looked for inf and NaN while it wrote there."""
+        if client.region is None or not push.commit:
+            raise Refusal("NO_ARENA", "this shard shares no memory with the worker")
+        part = self._values.slice
+        return [(0, client.region.grads[push.slot][part.start : part.stop])] if part.size else []
+
+    def _complete(self, client: Client, staged: Staged, push: Push) -> list[Piece]:
+        """All of a committed push."""
         pieces = staged.covering(self._values.slice.size)
         if pieces is None:
             raise Refusal("INCOMPLETE", f"parts of push {push.seq} are missing", retry_after_ms=0)
-        client.staged = None
-        if not self._finite(pieces, push):
+        del client.staged[push.seq]
+        if not staged.finite or (push.stats.size and not all_finite(push.stats)):
             raise Refusal("NONFINITE", "the gradient holds inf or NaN")
-        client.pushed(now)
-        waiting = Waiting(peer, Committed(client.incarnation, push, pieces, snapshot))
-        return _DISCIPLINES[self._config.rule.mode](self, now, client, waiting)
+        return pieces
+
+    def _unpacked(self, client: Client, push: Push) -> tuple[Array, ...]:
+        """A compressed part, as float32."""
+        end = push.offset + push.count
+        if end > self._values.slice.size or push.grads:
+            raise Refusal("BAD_SHAPE", f"elements {push.offset} to {end} of {self._values.slice.size}")
+        values = client.decoded(push.slot, self._values.slice.size)[push.offset : end]
+        try:
+            decode(push.codec, push.packed, values)
+        except CodecError as e:
+            raise Refusal("BAD_SHAPE", str(e)) from None
+        return (values,)
 
     def _checked(self, client: Client, push: Push) -> Snapshot:
         """The snapshot that a well-formed push was computed on; raises Refusal otherwise."""
         self._check_layout(push.layout_hash)
         if push.hyper is not None:
             raise Refusal("HYPER", "this run computes hyper-parameters from its schedule; a push may not carry them")
-        snapshot = client.snapshots.get(push.version)
-        if snapshot is None:
+        self._check_slot(client, push.slot)
+        snapshot = client.snapshots.get(push.slot)
+        if snapshot is None or snapshot.version != push.version:
             raise Refusal("NO_SNAPSHOT", f"nothing was sent to incarnation {client.incarnation} at {push.version}")
         self._check_buffers(push.stats, push.counters, wanted=push.commit)
         if push.presence and len(push.presence) != -(-self._values.num_tensors // 8):
@@ -476,20 +542,21 @@ class Shard:
             if got.size and (not wanted or got.size != own.size):
                 raise Refusal("BAD_SHAPE", f"{name} has {got.size} elements, this shard {own.size}")
 
-    def _stage(self, client: Client, seq: int, offset: int, pieces: tuple[Array, ...]) -> Any:
+    def _stage(self, client: Client, msg: Push | Init, pieces: tuple[Array, ...]) -> Staged:
         num_elements = sum(p.size for p in pieces)
         values = self._values
-        if offset + num_elements > values.slice.size:
-            raise Refusal("BAD_SHAPE", f"elements {offset} to {offset + num_elements} of {values.slice.size}")
-        staged = client.stage(seq)
+        if msg.offset + num_elements > values.slice.size:
+            raise Refusal("BAD_SHAPE", f"elements {msg.offset} to {msg.offset + num_elements} of {values.slice.size}")
+        staged = client.stage(msg.seq)
+        if staged is None:
+            raise Refusal("OLD_SEQ", f"seq {msg.seq} was given up for {max(client.staged)}")
         if staged.num_bytes + 4 * num_elements > max(self._config.window_bytes, values.params.nbytes):
-            client.staged = None
+            del client.staged[msg.seq]
             raise Refusal("WINDOW", f"over {self._config.window_bytes} bytes are staged", retry_after_ms=100)
-        staged.add(offset, pieces)
+        staged.add(msg.offset, pieces)
+        if isinstance(msg, Push):  # now, while the part is in the cache
+            staged.finite = staged.finite and all(all_finite(piece) for piece in pieces)
         return staged
-
-    def _finite(self, pieces: list[Piece], push: Push) -> bool:
-        return all(all_finite(piece) for _, piece in pieces) and (not push.stats.size or all_finite(push.stats))
 
     # ---- when a push is applied -------------------------------------------------------------------
 
@@ -539,7 +606,8 @@ class Shard:
         lag = self._values.last.lag
         if self._values.is_full:
             effects += self._update()
-        return [*effects, *self._acknowledge(now, client, waiting, self._values.snapshot(), lag)]
+        new = self._values.snapshot(waiting.committed.snapshot.params)
+        return [*effects, *self._acknowledge(now, client, waiting, new, lag)]
 
     def _update(self) -> list[Effect]:
         """Apply what has been gathered, if anything."""
@@ -612,8 +680,8 @@ class Shard:
         for member in members:
             effects += self._record_push("member", member.committed, member.committed.snapshot.version)
         effects += self._record("round", self.version, self._values.last.lr, self._values.last.weight)
-        for member in members:
-            effects += self._acknowledge(now, self.clients[member.committed.incarnation], member, new, 0)
+        for member, sent in zip(members, new, strict=True):
+            effects += self._acknowledge(now, self.clients[member.committed.incarnation], member, sent, 0)
         return effects
 
     def _move_on(self, now: float) -> list[Effect]:
@@ -645,8 +713,9 @@ class Shard:
         push = waiting.committed.push
         client.waiting = None
         client.lag = lag
-        client.keep(new, now)
-        client.record(push.seq, Outcome(push=True, version=new.version, lag=lag), Applied(push.seq, push.grants))
+        client.keep(push.slot, new, now)
+        outcome = Outcome(push=True, version=new.version, lag=lag, slot=push.slot)
+        client.record(push.seq, outcome, Applied(push.seq, push.grants))
         return self._reply(Ack, waiting.peer, push, new, lag)
 
     # ---- answers ----------------------------------------------------------------------------------
@@ -658,11 +727,11 @@ class Shard:
             raise Refusal("OLD_SEQ", f"the result of seq {msg.seq} is no longer kept")
         if outcome.refused:
             raise Refusal(outcome.refused, f"push {msg.seq} was refused")
-        snapshot = client.snapshots.get(outcome.version)
+        snapshot = client.snapshots.get(outcome.slot)
         cls = Ack if outcome.push else Params
-        if snapshot is None or isinstance(msg, Init):
+        if snapshot is None or snapshot.version != outcome.version or isinstance(msg, Init):
             return [Send(peer, cls(**self._ids(msg), seq=msg.seq, version=outcome.version))]
-        return self._reply(cls, peer, msg, snapshot, outcome.lag)
+        return self._reply(cls, peer, msg, replace(snapshot, differences=()), outcome.lag)
 
     def _reply(
         self,
@@ -672,20 +741,28 @@ class Shard:
         snapshot: Snapshot,
         lag: int | None = None,
     ) -> list[Effect]:
-        """The snapshot in parts; buffers ride on the first."""
+        """The snapshot, in parts if it travels; buffers ride on the first."""
         client = self.clients.get(msg.incarnation)
-        extra: dict[str, Any] = {"lag": lag if lag is not None else client.lag if client else 0} if cls is Ack else {}
-        limit = wire.MAX_INLINE_PART_BYTES if msg.inline else wire.MAX_PART_BYTES
-        parts = list(wire.split(snapshot.params, limit))
-        effects: list[Effect] = []
-        for i, (offset, pieces) in enumerate(parts):
-            buffers: dict[str, Any] = {"stats": snapshot.stats, "counters": snapshot.counters} if i == 0 else {}
-            reply = cls(
-                **self._ids(msg), seq=msg.seq, version=snapshot.version, part=i, parts=len(parts), inline=msg.inline,
-                samples=snapshot.samples, offset=offset, params=pieces, **buffers, **extra,
-            )  # fmt: skip
-            effects.append(Send(peer, reply))
-        return effects
+        common: dict[str, Any] = {**self._ids(msg), "seq": msg.seq, "version": snapshot.version}
+        common |= {"samples": snapshot.samples, "inline": msg.inline}
+        if cls is Ack:
+            common["lag"] = lag if lag is not None else client.lag if client else 0
+        shared = client is not None and client.region is not None and not isinstance(msg, Observe)
+        contents: list[dict[str, Any]] = [{"shared": True}] if shared else self._contents(snapshot, msg.inline)
+        contents[0] = {**contents[0], "stats": snapshot.stats, "counters": snapshot.counters}
+        return [Send(peer, cls(**common, part=i, parts=len(contents), **content)) for i, content in enumerate(contents)]
+
+    def _contents(self, snapshot: Snapshot, inline: bool) -> list[dict[str, Any]]:
+        """What each part of an answer holds: parameters, or differences cut at the same places."""
+        codec = self._config.pull.codec
+        if snapshot.differences:
+            return [
+                {"offset": d.start, "codec": codec, "packed": d.packed, "count": d.size} for d in snapshot.differences
+            ]
+        limit = wire.MAX_INLINE_PART_BYTES if inline else wire.MAX_PART_BYTES
+        if codec != "none":
+            limit = min(limit, 4 * DIFFERENCE_ELEMENTS)
+        return [{"offset": offset, "params": pieces} for offset, pieces in wire.split(snapshot.params, limit)]
 
     # ---- the record -------------------------------------------------------------------------------
 
@@ -701,7 +778,8 @@ class Shard:
         grads = b"".join(piece.tobytes() for _, piece in committed.pieces) if self._records_pushes else b""
         row = (
             values.version, worker, committed.incarnation, push.seq, base, values.last.lag, values.num_workers,
-            values.last.lr, values.last.weight, push.num_samples, push.grants, push.presence, push.loss, grads,
+            values.last.lr, values.last.weight, push.num_samples, push.grants, push.presence, push.loss, push.slot,
+            grads,
         )  # fmt: skip
         return [Record((what, *row))]
 
@@ -711,6 +789,11 @@ class Shard:
     def _config(self) -> ShardConfig:
         require(self.config is not None, "not welcomed")
         return self.config  # type: ignore[return-value]
+
+    @property
+    def _layout(self) -> Layout:
+        require(self.layout is not None, "no layout yet")
+        return self.layout  # type: ignore[return-value]
 
     @property
     def _values(self) -> Parameters:
@@ -731,6 +814,7 @@ class Shard:
 
 
 _SERVED: dict[type[Message], Callable[[Shard, float, PeerId, Client, Any], list[Effect]]] = {
+    Attach: Shard._attach,
     Init: Shard._init,
     Pull: Shard._pull,
     Push: Shard._push,

@@ -1,7 +1,10 @@
 """What a shard remembers of one incarnation: which seqs it answered, how, and the parameters it sent.
 
-Decides whether a seq is new, known or too old, and keeps every table bounded: 64 seqs, 64 pushes, `inflight + 1`
-snapshots, one staged push. Never applies anything.
+Decides whether a seq is new, known or too old, and keeps every table bounded: 64 seqs, 64 pushes, and for each of its
+`inflight + 1` slots one snapshot and one staged push. Never applies anything.
+
+A push proves that its worker has all of the snapshot that it is based on, and no use for it any more. So what is sent
+back takes that snapshot's place: in the array of its slot, which is the worker's own memory where both share it.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from zasgd.core.layout import Slice
 from zasgd.core.messages import Applied, Array
 from zasgd.core.node import require
+from zasgd.core.region import Region
 
 if TYPE_CHECKING:
     from zasgd.core.rounds import Waiting
@@ -48,11 +53,20 @@ class SeqWindow:
         self.bitmap |= 1 << (self.high - seq)
 
 
+class Difference(NamedTuple):
+    """`size` elements from `start` on of what is sent, as compressed difference to what was sent before."""
+
+    start: int
+    size: int
+    packed: tuple[Array, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The values sent to a worker at `version`: exactly what it computes on. Never written after it is made.
+    """The values sent to a worker at `version`: exactly what it computes on, until the next takes its place.
 
-    samples: the sample clock, pushes: how many had been counted, when it was made.
+    samples: the sample clock, pushes: how many had been counted, when it was made. differences: how it travels the
+    first time, empty if as it is.
     """
 
     version: int
@@ -61,6 +75,7 @@ class Snapshot:
     counters: Array
     samples: int = 0
     pushes: int = 0
+    differences: tuple[Difference, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +85,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a seq was answered: `push` tells an ACK from a PARAMS; version after it; lag of the push.
+    """How a seq was answered: `push` tells an ACK from a PARAMS; version after it; lag of the push; its slot.
 
     refused: the code of a final refusal, empty otherwise.
     """
@@ -79,15 +94,20 @@ class Outcome:
     version: int
     lag: int = 0
     refused: str = ""
+    slot: int = 0
 
 
 @dataclass(slots=True)
 class Staged:
-    """Parts of one push or seeding that have come in, by offset; applied when they cover the slice."""
+    """Parts of one push or seeding that have come in, by offset; applied when they cover the slice.
+
+    finite: no part so far holds inf or NaN.
+    """
 
     seq: int
     pieces: dict[int, Array] = field(default_factory=dict)
     num_bytes: int = 0
+    finite: bool = True
 
     def add(self, offset: int, pieces: Sequence[Array]) -> None:
         """Take consecutive pieces from element `offset` on; a repeated part replaces itself."""
@@ -111,24 +131,28 @@ class Staged:
 class Client:
     """One admitted incarnation, as one shard sees it.
 
+    snapshots: by slot. region: memory shared with the worker, under the name `region_name`; None if it has none.
     waiting: its push that is not applied yet. newest: version of the latest snapshot, sent at `sent_at`; -1 before.
     step_s: running mean of the time from what was sent to the push computed on it, 0 before the first.
     """
 
-    def __init__(self, worker: int, incarnation: int, num_snapshots: int) -> None:
+    def __init__(self, worker: int, incarnation: int, num_slots: int) -> None:
         self.worker = worker
         self.incarnation = incarnation
-        self.num_snapshots = num_snapshots
+        self.num_slots = num_slots
         self.window = SeqWindow()
-        self.snapshots: OrderedDict[int, Snapshot] = OrderedDict()
+        self.snapshots: dict[int, Snapshot] = {}
         self.outcomes: OrderedDict[int, Outcome] = OrderedDict()
         self.pushes: deque[Applied] = deque(maxlen=WINDOW)
-        self.staged: Staged | None = None
+        self.staged: dict[int, Staged] = {}
+        self.region: Region | None = None
+        self.region_name = ""
         self.waiting: Waiting | None = None
         self.lag = 0
         self.newest = -1
         self.sent_at = -math.inf
         self.step_s = 0.0
+        self._decoded: dict[int, Array] = {}
 
     def pushed(self, now: float) -> None:
         """A push has come: how long since its parameters were sent is the pace of this worker."""
@@ -145,28 +169,46 @@ class Client:
         if applied is not None:
             self.pushes.append(applied)
 
-    def keep(self, snapshot: Snapshot, now: float) -> None:
-        """Keep a snapshot that is being sent; the oldest gives way."""
-        self.newest, self.sent_at = snapshot.version, now
-        self.snapshots[snapshot.version] = snapshot
-        self.snapshots.move_to_end(snapshot.version)
-        while len(self.snapshots) > self.num_snapshots:
-            self.snapshots.popitem(last=False)
+    def keep(self, slot: int, snapshot: Snapshot, now: float) -> None:
+        """Keep a snapshot that is being sent, in place of what the slot held."""
+        self.newest, self.sent_at = max(self.newest, snapshot.version), now
+        self.snapshots[slot] = snapshot
 
-    def stage(self, seq: int) -> Staged:
-        """The staging place of `seq`; a new seq discards what another one left."""
-        if self.staged is None or self.staged.seq != seq:
-            self.staged = Staged(seq)
-        return self.staged
+    def array(self, slot: int, part: Slice) -> Array:
+        """Where the snapshot of a slot lies, elements `part` of the whole: in shared memory if there is any."""
+        if self.region is not None:
+            return self.region.params[slot][part.start : part.stop]
+        held = self.snapshots.get(slot)
+        return np.empty(part.size, np.float32) if held is None else held.params
+
+    def decoded(self, slot: int, size: int) -> Array:
+        """Where a compressed push from `slot` is unpacked, `size` float32."""
+        if slot not in self._decoded:
+            self._decoded[slot] = np.empty(size, np.float32)
+        return self._decoded[slot]
+
+    def stage(self, seq: int) -> Staged | None:
+        """The staging place of `seq`; the oldest gives way to a new one. None for a seq that gave way."""
+        if seq not in self.staged:
+            if len(self.staged) >= self.num_slots:
+                oldest = min(self.staged)
+                if seq < oldest:
+                    return None
+                del self.staged[oldest]
+            self.staged[seq] = Staged(seq)
+        return self.staged[seq]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its snapshots and of what is staged."""
-        return sum(s.num_bytes for s in self.snapshots.values()) + (self.staged.num_bytes if self.staged else 0)
+        """Bytes of its snapshots and of what is staged, as far as they are not in shared memory."""
+        staged = sum(s.num_bytes for s in self.staged.values())
+        snapshots = 0 if self.region is not None else sum(s.num_bytes for s in self.snapshots.values())
+        return staged + snapshots + sum(array.nbytes for array in self._decoded.values())
 
     def validate(self) -> None:
         """Raise InvariantError unless every table is within its bound."""
-        require(len(self.snapshots) <= self.num_snapshots, "more snapshots than in-flight pushes need")
+        require(all(0 <= slot < self.num_slots for slot in self.snapshots), "a snapshot in a slot that is none")
+        require(len(self.staged) <= self.num_slots, "more staged pushes than slots")
         require(len(self.outcomes) <= WINDOW, "more outcomes than the window holds")
         require(all(seq <= self.window.high for seq in self.outcomes), "an outcome is above the window")
         for seq in self.outcomes:

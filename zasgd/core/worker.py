@@ -9,18 +9,23 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from zasgd.core import wire
-from zasgd.core.exchange import Exchange, Piece, RoundTrip, covers, over_shards
-from zasgd.core.layout import Layout
+from zasgd.core.compress import Compression
+from zasgd.core.exchange import Exchange, RoundTrip, over_shards
+from zasgd.core.layout import SECTIONS, Layout, Slice
 from zasgd.core.messages import (
     UNKNOWN_SHARD,
     Ack,
     Applied,
     Array,
+    Attach,
+    Attached,
     Bye,
     Done,
     Err,
@@ -36,6 +41,8 @@ from zasgd.core.messages import (
     Renew,
     StopMsg,
     Welcome,
+    no_counters,
+    no_floats,
 )  # fmt: skip
 from zasgd.core.node import (
     BROKER,
@@ -49,14 +56,25 @@ from zasgd.core.node import (
     Note,
     PeerId,
     Send,
+    Share,
     Stop,
+    Unshare,
     require,
     shard_peer,
 )  # fmt: skip
+from zasgd.core.region import Memory, Region, RegionPlan, memories, private_region
 from zasgd.core.reports import Reports
 from zasgd.core.snapshot import WINDOW
+from zasgd.core.transfer import Gradient, Pusher, take
 
+DATA_PATHS = ("auto", "arena", "direct", "relay")
+"""auto: memory shared with the shards of the same host, else the relay. arena: shared memory with any shard that can.
+
+direct: a connection to each shard. relay: through the broker, its one address.
+"""
 HELLO_EVERY_S = 0.5
+ATTACH_FOR_S = 2.0
+"""A shard that has not answered so long after it was offered shared memory is reached through the relay."""
 GRANTS_AHEAD_S = 0.5
 """A worker asks for about this much work ahead, at least one push and at most MAX_GRANTS_AHEAD batches."""
 MAX_GRANTS_AHEAD = 32
@@ -69,38 +87,22 @@ BYE_FOR_S = 3.0
 
 
 def most_grants_out(push_every: int) -> int:
-    """How many grants a broker lets one worker hold: those of two pushes, at least 64."""
-    return max(64, 2 * push_every)
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """What a worker pushes: the mean gradient of its batches, or what local steps over them led to.
-
-    grads: float32, the flat params vector's size. stats: float32 and counters: int64, the buffers after the
-    last batch. num_samples: of all batches; loss: mean over them. finite: no inf or NaN in grads. presence: bit i,
-    lowest first, says that tensor i of the layout's parameters got a gradient; empty: all did.
-    """
-
-    grads: Array
-    stats: Array
-    counters: Array
-    num_samples: int
-    loss: float
-    finite: bool
-    presence: bytes = b""
+    """How many grants a broker lets one worker hold: those of three pushes, at least 64."""
+    return max(64, 3 * push_every)
 
 
 @dataclass(frozen=True, slots=True)
 class GradientTask:
-    """Adopt `pieces` (new parameters and buffers), then compute on the batches `grants`.
+    """Compute on the batches `grants` at what is in `memory`, and write the gradient there.
 
-    samples: the sample clock at which the parameters were sent, for schedules that a worker follows itself.
+    samples: the sample clock at which the parameters were sent, for schedules that a worker follows itself. parts:
+    ranges (start, stop) of the flat gradient that may leave as soon as they are final (`Worker.on_part`).
     """
 
     grants: tuple[Grant, ...]
-    pieces: tuple[Piece, ...]
+    memory: Memory
     samples: int = 0
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class Phase(enum.Enum):
     """What a worker is doing; its value is what `zasgd status` shows."""
 
     JOINING = "joining"
+    ATTACHING = "attaching"
     SEEDING = "seeding"
     IDLE = "idle"
     PULLING = "pulling"
@@ -125,9 +128,10 @@ class Phase(enum.Enum):
 
 PHASES: dict[Phase, frozenset[Phase]] = {
     Phase.JOINING: frozenset({Phase.IDLE}),
+    Phase.ATTACHING: frozenset({Phase.IDLE}),
     Phase.SEEDING: frozenset({Phase.IDLE}),
-    Phase.IDLE: frozenset({Phase.SEEDING, Phase.PULLING, Phase.COMPUTING}),
-    Phase.PULLING: frozenset({Phase.IDLE, Phase.COMPUTING}),
+    Phase.IDLE: frozenset({Phase.ATTACHING, Phase.SEEDING, Phase.PULLING, Phase.COMPUTING, Phase.PUSHING}),
+    Phase.PULLING: frozenset({Phase.IDLE}),
     Phase.COMPUTING: frozenset({Phase.PUSHING, Phase.IDLE}),
     Phase.PUSHING: frozenset({Phase.IDLE}),
     Phase.LEAVING: frozenset(),
@@ -140,8 +144,9 @@ PHASES: dict[Phase, frozenset[Phase]] = {
 class WorkerConfig:
     """How a worker behaves; times in seconds.
 
-    name: keeps its id across restarts. data_path: `relay` through the broker or `direct` to the shards.
-    connect_timeout_s: for the first answer of a broker. broker_timeout_s: silence after which it gives up.
+    name: keeps its id across restarts. data_path: one of DATA_PATHS. inflight: pushes that may be on their way while
+    the next gradient is computed, 0 or 1. push: how gradients are compressed where they travel. connect_timeout_s: for
+    the first answer of a broker. broker_timeout_s: silence after which it gives up.
     min_step_s: a step takes at least this long (paced runs). grace_s: how long a leave may wait for the batch in hand.
     push_every: batches per push, as far as they have been granted.
     """
@@ -149,12 +154,37 @@ class WorkerConfig:
     name: str = ""
     host: str = ""
     pid: int = 0
-    data_path: str = "relay"
+    data_path: str = "auto"
+    inflight: int = 0
+    push: Compression = field(default_factory=Compression)
     connect_timeout_s: float = 60.0
     broker_timeout_s: float = 30.0
     min_step_s: float = 0.0
     grace_s: float = 10.0
     push_every: int = 1
+
+
+@dataclass(slots=True)
+class Slot:
+    """Memory of one gradient, and what is under way with it.
+
+    versions: shard -> version of its parameters, which came at `fresh_at` with sample clock `samples`. exchange: the
+    pull or push that is out. taken: parameters that its answers have brought. grants: what was computed. early: parts
+    of the push `seq` that left before the rest.
+    """
+
+    number: int
+    memory: Memory
+    versions: dict[int, int] = field(default_factory=dict)
+    samples: int = 0
+    fresh_at: float = -math.inf
+    exchange: Exchange | None = None
+    pushing: bool = False
+    taken: int = 0
+    grants: tuple[Grant, ...] = ()
+    seq: int = 0
+    began_at: float = -math.inf
+    early: list[Push] = field(default_factory=list)
 
 
 class Worker:
@@ -200,13 +230,16 @@ class Worker:
         self.run = self.worker = self.incarnation = self.num_shards = 0
         self.lease_s = 0.0
         self.window_bytes = 0
-        self.versions: dict[int, int] = {}
-        self.pieces: tuple[Piece, ...] = ()
-        self.sample_clock = 0
-        self.fresh_at = -math.inf
-        self.exchange: Exchange | None = None
+        self.slots: list[Slot] = []
+        self.front = 0
+        self.joint: Exchange | None = None
+        self.region_name = ""
+        self.attached: set[int] = set()
+        self.dialled: dict[int, str] = {}
+        self._relay = ""
+        self._token_there = b""
+        self._pusher: Pusher | None = None
         self.task: GradientTask | None = None
-        self.in_hand: tuple[Grant, ...] = ()
         self.grants: deque[Grant] = deque()
         self.got = 0
         self.open = False
@@ -217,7 +250,7 @@ class Worker:
         self.lags: dict[int, int] = {}
         self.renewals = 0
         self.answered = 0
-        self._step_began_at = -math.inf
+        self._step_began_at = self._free_since = -math.inf
         self.reports = Reports()
         self._timers = Deadlines()
         self._timers.set("hello", now)
@@ -231,34 +264,52 @@ class Worker:
             return []
         if peer == BROKER:
             return self._on_broker(now, msg)
-        if msg.run != self.run or msg.incarnation != self.incarnation or self.exchange is None:
+        exchange = self._asked(msg.seq)
+        if msg.run != self.run or msg.incarnation != self.incarnation or exchange is None:
             return []
         if isinstance(msg, Err):
-            return self._on_shard_error(now, msg)
-        if isinstance(msg, Ack | Params):
-            self.exchange.on_reply(now, msg)
-            return self._exchange_moved(now)
+            return self._on_shard_error(now, exchange, msg)
+        if isinstance(msg, Ack | Params | Attached):
+            if exchange.on_reply(now, msg):
+                self._take(msg)
+            return self._moved(now)
         return []
 
     def on_done(self, now: float, done: Computed) -> list[Effect]:
-        """A Gradient for the task in hand, or Failed; the result of any other task is of a former life."""
+        """A Gradient for the task in hand, or Failed; a region. The result of any other task is of a former life."""
         self._events += 1
+        if isinstance(done.task, Share):
+            return self._shared(now, done)
         if self.phase is not Phase.COMPUTING or done.task is not self.task:
             return []
         self.task = None
+        self._free_since = now
+        slot = self.slots[self.front]
         if isinstance(done.result, Failed):
             self.exit_code = 1
             return self._leave_now(now, f"failed: {done.result.error}")
         if done.result.finite:
-            return self._push(now, done.result)
-        grants, self.in_hand = self.in_hand, ()
-        notes: list[Effect] = []
-        self.reports.add_refused(grants, "nonfinite")
-        for grant in grants:
-            notes.append(Note("gradient_refused", {**grant._asdict(), "reason": "nonfinite"}))
+            return self._push(now, slot, done.result)
+        return [*self._refuse(slot), *self._idle(now)]
+
+    def on_part(self, now: float, task: GradientTask, start: int) -> list[Effect]:
+        """The part of the gradient in hand that begins at `start` is final: it leaves, and is applied at the commit."""
+        if task is not self.task or self._pusher is None:
+            return []
+        slot = self.slots[self.front]
+        push = self._pusher.part(self._push_ids(slot), slot.number, slot.versions.__getitem__, slot.memory.grads, start)
+        slot.early.append(push)
+        return [Send(shard_peer(push.shard), push)]
+
+    def _refuse(self, slot: Slot) -> list[Effect]:
+        """A gradient with inf or NaN goes to no shard; what of it is there already is discarded."""
+        self.reports.add_refused(slot.grants, "nonfinite")
+        notes: list[Effect] = [Note("gradient_refused", {**g._asdict(), "reason": "nonfinite"}) for g in slot.grants]
+        shards = sorted({push.shard for push in slot.early})
+        aborts = [Push(**self._push_ids(slot)(k), layout_hash=self.layout.hash, abort=True) for k in shards]
+        slot.grants, slot.early = (), []
         self.dry = False
-        self._enter(Phase.IDLE)
-        return [*notes, *self._advance(now)]
+        return [*notes, *(Send(shard_peer(push.shard), push) for push in aborts)]
 
     def on_timer(self, now: float) -> list[Effect]:
         """HELLO, renewals, doubts about requests, pacing, and giving up."""
@@ -267,15 +318,24 @@ class Worker:
         for name in self._timers.pop_due(now):
             if self.phase is not Phase.STOPPED:
                 effects += _TIMERS[name](self, now)  # type: ignore[index]
-        if self.exchange is not None and self.phase is not Phase.STOPPED:
-            effects += self.exchange.on_timer(now)
+        for exchange in self._exchanges():
+            if self.phase is not Phase.STOPPED:
+                effects += exchange.on_timer(now)
         return effects
 
     def next_deadline(self) -> float:
         """The next timer or doubt; never, once stopped."""
         if self.phase is Phase.STOPPED:
             return math.inf
-        return min(self._timers.next(), self.exchange.next_deadline() if self.exchange else math.inf)
+        return min(self._timers.next(), *(exchange.next_deadline() for exchange in self._exchanges()), math.inf)
+
+    def _exchanges(self) -> list[Exchange]:
+        """What is asked of the shards."""
+        asked = [self.joint, *(slot.exchange for slot in self.slots)]
+        return [exchange for exchange in asked if exchange is not None]
+
+    def _asked(self, seq: int) -> Exchange | None:
+        return next((exchange for exchange in self._exchanges() if exchange.seq == seq), None)
 
     def _forgive_own_stall(self, now: float) -> None:
         """A process that itself stood still asked nobody meanwhile: the broker was not silent."""
@@ -297,10 +357,16 @@ class Worker:
 
     def validate(self) -> None:
         """Raise InvariantError unless phase, exchange and reports agree."""
-        busy = self.phase in (Phase.PULLING, Phase.PUSHING, Phase.SEEDING)
-        require((self.exchange is not None) == busy, f"an exchange in phase {self.phase}")
+        joint = self.phase in (Phase.ATTACHING, Phase.SEEDING)
+        require((self.joint is not None) == joint, f"a joint exchange in phase {self.phase}")
         require((self.task is not None) == (self.phase is Phase.COMPUTING), f"a task in phase {self.phase}")
-        require(bool(self.in_hand) == (self.phase in (Phase.COMPUTING, Phase.PUSHING)), "grants in hand")
+        waits = self.phase in (Phase.PULLING, Phase.PUSHING)
+        require(not waits or any(slot.exchange for slot in self.slots), f"nothing is asked in phase {self.phase}")
+        for slot in self.slots:
+            computes = self.phase is Phase.COMPUTING and slot.number == self.front
+            pushes = slot.exchange is not None and slot.pushing
+            require(not (computes and slot.exchange), "computing on what is being sent")
+            require(not slot.grants or computes or pushes, "grants in hand")
         require(self.reports.num_pushes <= WINDOW, "too many unconfirmed pushes")
         require(len(self.grants) <= most_grants_out(self.config.push_every), "grants are hoarded")
 
@@ -338,12 +404,84 @@ class Worker:
         self.num_shards, self.lease_s, self.window_bytes = msg.num_shards, msg.lease_s, msg.window_bytes
         self._timers.clear("hello")
         self._enter(Phase.IDLE)
-        dials: list[Effect] = [Dial(shard_peer(k), self._endpoint(msg, k)) for k in range(msg.num_shards)]
+        self._relay = f"tcp://*:{msg.data_port}"
+        dials: list[Effect] = [self._dial(msg, k) for k in range(msg.num_shards)]
         note = Note("joined", {"worker": self.worker, "incarnation": self.incarnation, "life": self.num_lives})
-        return [*dials, note, *self._renew(now)]
+        return [*dials, note, *self._memory(msg), *self._renew(now)]
 
-    def _endpoint(self, msg: Welcome, shard: int) -> str:
-        return msg.endpoints[shard] if self.config.data_path == "direct" else f"tcp://*:{msg.data_port}"
+    def _dial(self, msg: Welcome, shard: int) -> Dial:
+        """Shards on the same host are asked without the broker in between, since their memory may be shared."""
+        near = self.config.data_path in ("auto", "arena") and self._is_near(msg, shard)
+        direct = near or self.config.data_path == "direct"
+        self.dialled[shard] = "direct" if direct else "relay"
+        return Dial(shard_peer(shard), msg.endpoints[shard] if direct else self._relay)
+
+    def _is_near(self, msg: Welcome, shard: int) -> bool:
+        return bool(self.config.host) and msg.hosts[shard : shard + 1] == (self.config.host,)
+
+    # ---- memory -----------------------------------------------------------------------------------
+
+    def _memory(self, msg: Welcome) -> list[Effect]:
+        """Ask for memory that shards can share, where any may; else take memory of our own."""
+        wanted = self.config.data_path == "arena"
+        wanted |= self.config.data_path == "auto" and any(self._is_near(msg, k) for k in range(msg.num_shards))
+        if not wanted:
+            self._settle(private_region(self._plan))
+            return []
+        self.region_name = f"{self.run:08x}-{self._life_token().hex()}"
+        return [Share(self.region_name, self._plan, create=True)]
+
+    @property
+    def _plan(self) -> RegionPlan:
+        return RegionPlan(self.layout.sizes["params"], self.config.inflight + 1)
+
+    def _shared(self, now: float, done: Computed) -> list[Effect]:
+        """The region that was asked for, or why there is none: then data travels."""
+        if done.task.name != self.region_name or self.phase in (Phase.LEAVING, Phase.STOPPED):
+            return []
+        if not isinstance(done.result, Region):
+            self.region_name = ""
+            self._settle(private_region(self._plan))
+            return [Note("arena_refused", {"why": str(done.result), "data_path": self.data_path}), *self._advance(now)]
+        self._token_there = done.result.token
+        self.slots = self._slots_in(done.result)
+        self._timers.set("attach", now + ATTACH_FOR_S)
+        name, slots = self.region_name, self.config.inflight + 1
+        offer = lambda k: [Attach(**self._ids(k), seq=self.seq, name=name, slots=slots)]  # noqa: E731
+        return self._ask_all(now, Phase.ATTACHING, offer)
+
+    def _attach_ends(self, now: float) -> list[Effect]:
+        """Every shard has answered, or has had its time: those that share no memory are reached over the network."""
+        exchange, self.joint = self.joint, None
+        if exchange is None:
+            return []
+        self._timers.clear("attach")
+        silent = [k for k, leg in exchange.legs.items() if not leg.settled]
+        dials: list[Effect] = [Dial(shard_peer(k), self._relay) for k in silent]
+        self.dialled |= dict.fromkeys(silent, "relay")
+        if self.attached:
+            self._settle(None)
+            unshare: list[Effect] = []
+        else:
+            unshare, self.region_name = [Unshare(self.region_name)], ""
+            self._settle(private_region(self._plan))
+        self._enter(Phase.IDLE)
+        return [*dials, *unshare, Note("data_path", {"path": self.data_path}), *self._renew(now), *self._advance(now)]
+
+    def _settle(self, region: Region | None) -> None:
+        """From here on gradients are computed in this region, or in the one that is attached."""
+        if region is not None:
+            self.slots = self._slots_in(region)
+        self._pusher = Pusher(self.layout, self.num_shards, self.config.push, frozenset(self.attached))
+
+    def _slots_in(self, region: Region) -> list[Slot]:
+        return [Slot(i, memory) for i, memory in enumerate(memories(region, self.layout))]
+
+    @property
+    def data_path(self) -> str:
+        """How data goes to the shards, as `zasgd status` shows it."""
+        paths = {"arena" if k in self.attached else path for k, path in self.dialled.items()}
+        return "+".join(sorted(paths))
 
     def _granted(self, now: float, msg: GrantMsg) -> list[Effect]:
         if msg.seq <= self.answered:
@@ -396,6 +534,7 @@ class Worker:
                 "loss_sum": self._loss_sum,
                 "step_s": self._step_s,
                 "lag": max(self.lags.values(), default=0),
+                "data_path": self.data_path,
             },
         }
 
@@ -414,10 +553,10 @@ class Worker:
 
     def _advance(self, now: float) -> list[Effect]:
         """The one place that decides what a free worker does next."""
-        if self.phase is not Phase.IDLE:
+        if self.phase is not Phase.IDLE or self._pusher is None:
             return []
         if self.leaving:
-            return self._leave_now(now, self.leaving)
+            return self._finish(now)
         effects = self._next_step(now)
         least = max(self._ahead() // 2, self.config.push_every - 1)
         low = self.open and not self.dry and len(self.grants) <= least
@@ -425,6 +564,10 @@ class Worker:
         return effects + (self._renew(now) if wants_broker else [])
 
     def _next_step(self, now: float) -> list[Effect]:
+        slot = self.slots[self.front]
+        if slot.exchange is not None:
+            self._enter(Phase.PUSHING)
+            return []
         if not self.grants or not self.open or self.reports.num_pushes >= WINDOW:
             return []
         if len(self.grants) < self.config.push_every and not self.dry:
@@ -433,12 +576,23 @@ class Worker:
         if now < paced_at:
             self._timers.set("pace", paced_at)
             return []
-        return self._pull(now) if self._stale(now) else self._compute(now)
+        return self._pull(now, slot) if self._stale(now, slot) else self._compute(now, slot)
 
-    def _stale(self, now: float) -> bool:
-        """The parameters are too old to begin on; waiting for the pace of a run does not count."""
+    def _stale(self, now: float, slot: Slot) -> bool:
+        """The parameters lay idle too long to begin on; computing, and waiting for the pace of a run, do not count."""
         paced_at = self._step_began_at + self.config.min_step_s
-        return self.fresh_at == -math.inf or now - max(self.fresh_at, paced_at) > STALE_AFTER_S
+        idle_since = max(slot.fresh_at, paced_at, self._free_since)
+        return slot.fresh_at == -math.inf or now - idle_since > STALE_AFTER_S
+
+    def _finish(self, now: float) -> list[Effect]:
+        """Leave when every push is answered and nothing is owed."""
+        if any(slot.exchange for slot in self.slots):
+            self._enter(Phase.PUSHING)
+            return []
+        slot = self.slots[self.front]
+        if self._pusher is not None and self._pusher.owes and slot.fresh_at != -math.inf:
+            return self._push_owed(now, slot)
+        return self._leave_now(now, self.leaving)
 
     def _seed(self, now: float) -> list[Effect]:
         vectors = self._initial()
@@ -457,97 +611,136 @@ class Worker:
                 for i, (offset, pieces) in enumerate(cuts)
             ]  # fmt: skip
 
-        return self._begin(now, Phase.SEEDING, init)
+        return self._ask_all(now, Phase.SEEDING, init)
 
-    def _pull(self, now: float) -> list[Effect]:
-        return self._begin(now, Phase.PULLING, lambda k: [Pull(**self._ids(k), seq=self.seq)])
+    def _pull(self, now: float, slot: Slot) -> list[Effect]:
+        self._enter(Phase.PULLING)
+        self.seq += 1
+        slot.seq, slot.pushing = self.seq, False
+        return self._ask(now, slot, lambda k: [Pull(**self._ids(k), seq=slot.seq, slot=slot.number)])
 
-    def _compute(self, now: float) -> list[Effect]:
+    def _compute(self, now: float, slot: Slot) -> list[Effect]:
         self._enter(Phase.COMPUTING)
+        self.seq += 1
         count = min(self.config.push_every, len(self.grants))
-        self.in_hand = tuple(self.grants.popleft() for _ in range(count))
+        slot.grants = tuple(self.grants.popleft() for _ in range(count))
+        slot.seq, slot.early, slot.began_at = self.seq, [], now
         self._step_began_at = now
-        self.task, self.pieces = GradientTask(self.in_hand, self.pieces, self.sample_clock), ()
+        parts = self._pusher.parts if self._pusher is not None else ()
+        self.task = GradientTask(slot.grants, slot.memory, slot.samples, parts)
         return [Compute(self.task)]
 
-    def _push(self, now: float, done: Gradient) -> list[Effect]:
+    def _push(self, now: float, slot: Slot, done: Gradient) -> list[Effect]:
         self._samples += done.num_samples
         self._loss_sum += done.loss * done.num_samples
-        slices = {s: self.layout.slices(s, self.num_shards) for s in ("params", "stats", "counters")}
+        if done.grads is not slot.memory.grads:
+            np.copyto(slot.memory.grads, done.grads)
+            done = replace(done, grads=slot.memory.grads)
+        self._enter(Phase.PUSHING)
+        self.front = (self.front + 1) % len(self.slots)
+        pushed = self._ask_push(now, slot, done)
+        return pushed if self.slots[self.front].exchange else [*pushed, *self._idle(now)]
 
-        def push(k: int) -> list[Message]:
-            own = {section: s[k] for section, s in slices.items()}
-            cuts = list(wire.split(done.grads[own["params"].start : own["params"].stop]))
-            committing: dict[str, Any] = {
-                "commit": True,
-                "grants": self.in_hand,
-                "num_samples": done.num_samples,
-                "presence": done.presence,
-                "loss": done.loss if math.isfinite(done.loss) else None,
-                "stats": done.stats[own["stats"].start : own["stats"].stop],
-                "counters": done.counters[own["counters"].start : own["counters"].stop],
-            }
-            return [
-                Push(
-                    **self._ids(k), seq=self.seq, version=self.versions[k], part=i, parts=len(cuts),
-                    layout_hash=self.layout.hash, offset=offset, grads=pieces,
-                    **(committing if i == len(cuts) - 1 else {}),
-                )
-                for i, (offset, pieces) in enumerate(cuts)
-            ]  # fmt: skip
+    def _push_owed(self, now: float, slot: Slot) -> list[Effect]:
+        """What compression held back, as a push of its own that consumes nothing."""
+        self._enter(Phase.PUSHING)
+        self.seq += 1
+        slot.seq, slot.early, slot.grants = self.seq, [], ()
+        slot.memory.grads.fill(0)
+        nothing = Gradient(slot.memory.grads, no_floats(), no_counters(), num_samples=0, loss=math.nan, finite=True)
+        return self._ask_push(now, slot, nothing)
 
-        return self._begin(now, Phase.PUSHING, push)
+    def _ask_push(self, now: float, slot: Slot, done: Gradient) -> list[Effect]:
+        require(self._pusher is not None, "no memory yet")
+        messages = self._pusher.push(  # type: ignore[union-attr]
+            self._push_ids(slot), slot.number, slot.versions.__getitem__, done, slot.grants, slot.early,
+            dense=bool(self.leaving),
+        )  # fmt: skip
+        slot.pushing, early, slot.early = True, slot.early, []
+        return self._ask(now, slot, messages, early)
 
-    def _begin(self, now: float, phase: Phase, make: Callable[[int], list[Message]]) -> list[Effect]:
-        """Ask every shard under a new seq."""
+    def _push_ids(self, slot: Slot) -> Callable[[int], dict[str, Any]]:
+        return lambda k: {**self._ids(k), "seq": slot.seq}
+
+    def _ask(
+        self, now: float, slot: Slot, make: Callable[[int], Sequence[Message]], sent: Sequence[Message] = ()
+    ) -> list[Effect]:
+        """Ask every shard about one slot."""
+        requests = over_shards(self.num_shards, shard_peer, make)
+        slot.taken = 0
+        slot.exchange = Exchange(now, slot.seq, requests, self._round_trip, keeps_parts=False)
+        return slot.exchange.start(sent)
+
+    def _ask_all(self, now: float, phase: Phase, make: Callable[[int], Sequence[Message]]) -> list[Effect]:
+        """Ask every shard for something that concerns no slot."""
         self._enter(phase)
         self.seq += 1
-        self.exchange = Exchange(now, self.seq, over_shards(self.num_shards, shard_peer, make), self._round_trip)
-        return self.exchange.start()
+        requests = over_shards(self.num_shards, shard_peer, make)
+        self.joint = Exchange(now, self.seq, requests, self._round_trip, keeps_parts=False)
+        return self.joint.start()
 
     # ---- answers of shards ------------------------------------------------------------------------
 
-    def _on_shard_error(self, now: float, err: Err) -> list[Effect]:
-        exchange = self.exchange
-        if exchange is None or err.seq != exchange.seq:
-            return []
+    def _on_shard_error(self, now: float, exchange: Exchange, err: Err) -> list[Effect]:
         if err.code == "FENCED":
             # Only the broker can say what that means: it lists this incarnation, or fences it in so many words.
             return [Send(BROKER, Rejoin(**self._ids()))]
-        return exchange.on_error(now, err) + self._exchange_moved(now)
+        return exchange.on_error(now, err) + self._moved(now)
 
-    def _exchange_moved(self, now: float) -> list[Effect]:
-        exchange, phase = self.exchange, self.phase
-        if exchange is None or not exchange.settled:
-            return []
-        self.exchange = None
-        self._enter(Phase.IDLE)
-        effects: list[Effect] = []
-        if phase is Phase.SEEDING:
-            self.has_seeded = not exchange.refusals  # the broker may hear of it later than of our next renewal
-            effects += self._renew(now)
-        elif phase is Phase.PUSHING:
-            effects += self._pushed(now, exchange)
-        if phase is not Phase.SEEDING:
-            self._take_params(now, exchange)
-        return effects + self._advance(now)
-
-    def _take_params(self, now: float, exchange: Exchange) -> None:
-        pieces = exchange.pieces(self.layout)
-        if exchange.refusals or not covers(pieces, self.layout):
-            self.fresh_at = -math.inf
+    def _take(self, msg: Ack | Params | Attached) -> None:
+        """A new part of an answer: parameters go where the next gradient of the slot is computed on them."""
+        if isinstance(msg, Attached):
+            if msg.token == self._token_there:
+                self.attached.add(msg.shard)
             return
-        self.versions, self.pieces, self.fresh_at = exchange.versions, pieces, now
-        self.sample_clock = exchange.samples
+        slot = next((s for s in self.slots if s.exchange is not None and s.exchange.seq == msg.seq), None)
+        if slot is not None:
+            slot.taken += take(msg, slot.memory, self._slices(msg.shard))
 
-    def _pushed(self, now: float, exchange: Exchange) -> list[Effect]:
+    def _slices(self, shard: int) -> dict[str, Slice]:
+        return {section: self.layout.slices(section, self.num_shards)[shard] for section in SECTIONS}
+
+    def _moved(self, now: float) -> list[Effect]:
+        """Go on wherever every shard has answered."""
+        effects: list[Effect] = []
+        if self.joint is not None and self.joint.settled:
+            effects += self._attach_ends(now) if self.phase is Phase.ATTACHING else self._seeded(now, self.joint)
+        for slot in self.slots:
+            if slot.exchange is not None and slot.exchange.settled:
+                effects += self._answered(now, slot, slot.exchange)
+        waits = self.phase in (Phase.PULLING, Phase.PUSHING)
+        if waits and self.slots[self.front].exchange is None:
+            effects += self._idle(now)
+        return effects
+
+    def _idle(self, now: float) -> list[Effect]:
+        self._enter(Phase.IDLE)
+        return self._advance(now)
+
+    def _seeded(self, now: float, exchange: Exchange) -> list[Effect]:
+        self.joint = None
+        self._enter(Phase.IDLE)
+        self.has_seeded = not exchange.refusals  # the broker may hear of it later than of our next renewal
+        return [*self._renew(now), *self._advance(now)]
+
+    def _answered(self, now: float, slot: Slot, exchange: Exchange) -> list[Effect]:
+        slot.exchange = None
+        effects = self._pushed(now, slot, exchange) if slot.pushing else []
+        if exchange.refusals or slot.taken != self.layout.sizes["params"]:
+            slot.fresh_at = -math.inf
+        else:
+            slot.versions, slot.samples, slot.fresh_at = exchange.versions, exchange.samples, now
+        return effects
+
+    def _pushed(self, now: float, slot: Slot, exchange: Exchange) -> list[Effect]:
         """Every shard has answered a push: final, torn or refused, never in between."""
-        grants, self.in_hand = self.in_hand, ()
-        require(grants, "a push without a grant")
+        grants, slot.grants = slot.grants, ()
+        if not grants:
+            return []  # it was owed, and consumed nothing
         self.steps += 1
         self.dry = False
         self.lags = exchange.lags
-        took = now - self._step_began_at
+        took = now - slot.began_at
         self._step_s = took if not self._step_s else self._step_s + 0.2 * (took - self._step_s)
         refusals = exchange.refusals
         if not refusals:
@@ -566,8 +759,7 @@ class Worker:
         """Say BYE, repeated until the broker has it; it hears from the shards what was applied."""
         self.leaving = reason
         self.phase = Phase.LEAVING
-        self.exchange = self.task = None
-        self.in_hand = ()
+        self._drop()
         self._timers = Deadlines()
         self._timers.set("bye_over", now + BYE_FOR_S)
         return self._bye(now)
@@ -578,9 +770,13 @@ class Worker:
 
     def _stop(self, reason: str, code: int) -> list[Effect]:
         self.phase = Phase.STOPPED
-        self.exchange = self.task = None
-        self.in_hand = ()
+        self._drop()
         return [Stop(reason, code)]
+
+    def _drop(self) -> None:
+        """Nothing is under way any more."""
+        self.joint = self.task = None
+        self.slots = []
 
     # ---- timers -----------------------------------------------------------------------------------
 
@@ -630,6 +826,7 @@ _TIMERS: dict[str, Callable[[Worker, float], list[Effect]]] = {
     "hello": Worker._on_hello_timer,
     "renew": Worker._on_renew_timer,
     "pace": Worker._advance,
+    "attach": Worker._attach_ends,
     "grace": Worker._on_grace_timer,
     "bye": Worker._bye,
     "bye_over": Worker._on_bye_over_timer,

@@ -18,7 +18,22 @@ import zmq
 from zasgd.core import wire
 from zasgd.core.codec import Buffer, WireError
 from zasgd.core.messages import Err, Kind
-from zasgd.core.node import Compute, Dial, Effect, Node, Note, PeerId, Record, Save, Send, Stop
+from zasgd.core.node import (
+    Compute,
+    Computed,
+    Dial,
+    Effect,
+    Node,
+    Note,
+    PeerId,
+    Record,
+    Save,
+    Send,
+    Share,
+    Stop,
+    Unshare,
+)
+from zasgd.core.region import SharedMemoryError
 from zasgd.net.links import Links
 
 MAX_POLL_S = 60.0
@@ -39,9 +54,11 @@ class Loop:
         note: Callable[[Note], None] | None = None,
         save: Callable[[Save], None] | None = None,
         record: Callable[[tuple[Any, ...]], None] | None = None,
+        share: Callable[[Share], Any] | None = None,
+        unshare: Callable[[Unshare], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """compute, note, save, record: carry out those effects; they must return at once."""
+        """compute, note, save, record, share, unshare: carry out those effects; they must return at once."""
         self.node = node
         self.links = links
         self.garbage: Counter[str] = Counter()
@@ -50,6 +67,8 @@ class Loop:
         self._note = note
         self._save = save
         self._record = record
+        self._share = share
+        self._unshare = unshare
         self._posted: deque[Callable[[float], list[Effect]]] = deque()
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stop: Stop | None = None
@@ -155,9 +174,16 @@ class Loop:
                 self._save(effect)
             elif isinstance(effect, Record) and self._record:
                 self._record(effect.row)
+            elif isinstance(effect, Share):
+                self._carry_out(self.node.on_done(self._clock(), Computed(effect, self._shared(effect))))
+            elif isinstance(effect, Unshare) and self._unshare:
+                self._unshare(effect)
             elif isinstance(effect, Stop):
                 self._stop = effect
         self._carrying = False
+
+    def _shared(self, share: Share) -> Any:
+        return self._share(share) if self._share else SharedMemoryError("this process shares no memory")
 
 
 def _is_err(frames: list[Buffer]) -> bool:

@@ -30,10 +30,15 @@ from zasgd.core.run import BrokerConfig
 from zasgd.core.shard import Shard
 from zasgd.core.worker import Failed
 from zasgd.net import sockets
+from zasgd.net.arena import Arena, default_folder
 from zasgd.net.links import BrokerLinks, MemberLinks, ShardLinks
 from zasgd.net.loop import Loop
 from zasgd.net.record import RecordWriter
 from zasgd.net.relay import Relay
+
+
+Post = Callable[[Callable[[float], list[Effect]]], None]
+"""`Loop.post`."""
 
 
 class Leaver(Node, Protocol):
@@ -108,6 +113,7 @@ def run_shard(
     with ExitStack() as stack:
         ctx = stack.enter_context(_context())
         record = stack.enter_context(RecordWriter(record_to)) if record_to else None
+        arena = stack.enter_context(Arena(default_folder()))
         data = sockets.router(ctx, bind, control=False)
         bound_port = sockets.split_address(str(data.get_string(zmq.LAST_ENDPOINT)))[1]
         host = sockets.split_address(advertise)[0] if advertise else _reachable(sockets.split_address(bind)[0])
@@ -122,27 +128,33 @@ def run_shard(
             records=record is not None,
             records_pushes=record_pushes,
         )
-        loop = Loop(node, ShardLinks(ctx, broker, data), note=_freeze_heap_when_compiled, record=record)
+        loop = Loop(
+            node, ShardLinks(ctx, broker, data), note=_freeze_heap_when_compiled, record=record,
+            share=arena.share, unshare=arena.unshare,
+        )  # fmt: skip
         with _leaving_on_signals(node, loop):
             return loop.run()
 
 
 def run_member(
-    node: Leaver, broker: str, compute: Callable[[Any], Any], *, note: Callable[[Note], None] | None = None
+    node: Leaver, broker: str, compute: Callable[[Any, Post], Any], *, note: Callable[[Note], None] | None = None
 ) -> Stop:
-    """Run a worker or evaluator: the loop in a thread of its own, `compute(task)` in this one.
+    """Run a worker or evaluator: the loop in a thread of its own, `compute(task, post)` in this one.
 
-    So a lease is renewed while a gradient is computed. What `compute` raises goes to stderr with its traceback
-    and to the node as Failed.
+    So a lease is renewed while a gradient is computed; by `post` it can be told of parts that are ready. What `compute`
+    raises goes to stderr with its traceback and to the node as Failed.
     """
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with _context() as ctx:
-        loop = Loop(node, MemberLinks(ctx, broker), compute=lambda effect: tasks.put(effect.task), note=note)
+    with Arena(default_folder()) as arena, _context() as ctx:
+        loop = Loop(
+            node, MemberLinks(ctx, broker), compute=lambda effect: tasks.put(effect.task), note=note,
+            share=arena.share, unshare=arena.unshare,
+        )  # fmt: skip
         thread = LoopThread(loop, when_over=lambda: tasks.put(None))
         with _leaving_on_signals(node, loop):
             thread.start()
             while (task := tasks.get()) is not None:
-                done = Computed(task, _computed(compute, task))
+                done = Computed(task, _computed(compute, task, loop.post))
                 loop.post(lambda now, done=done: node.on_done(now, done))  # type: ignore[misc]
             return thread.result()
 
@@ -186,9 +198,9 @@ class LoopThread:
             self._when_over()
 
 
-def _computed(compute: Callable[[Any], Any], task: Any) -> Any:
+def _computed(compute: Callable[[Any, Post], Any], task: Any, post: Post) -> Any:
     try:
-        return compute(task)
+        return compute(task, post)
     except Exception as e:  # the user's model or data: its traceback belongs in this process's log
         traceback.print_exc()
         sys.stderr.flush()

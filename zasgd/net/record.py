@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 
-FORMAT = "zasgd-record-1"
+FORMAT = "zasgd-record-2"
 BUFFER_BYTES = 1 << 16
 
 

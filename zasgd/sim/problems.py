@@ -16,10 +16,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from zasgd.core.evaluator import ScoreTask
-from zasgd.core.exchange import Piece
 from zasgd.core.layout import Layout
 from zasgd.core.messages import Array, Grant
-from zasgd.core.worker import Gradient, GradientTask
+from zasgd.core.transfer import Gradient
+from zasgd.core.worker import GradientTask
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 Row = TypeVar("Row")
@@ -175,7 +175,7 @@ class Tally:
 
 
 class SimulatedWork:
-    """Carries out the tasks of workers and evaluators: adopts parameters, computes, says how long it took.
+    """Carries out the tasks of workers and evaluators: computes, and says how long it took.
 
     bad: cells (epoch, batch) whose gradient is never finite. score_s: virtual seconds of an evaluation.
     """
@@ -194,38 +194,35 @@ class SimulatedWork:
         self._times = times
         self._bad = frozenset(bad)
         self._score_s = score_s
-        self._vectors: dict[str, dict[str, Array]] = {}
+        self._params: dict[str, Vector] = {}
 
     def __call__(self, name: str, life: int, task: Any) -> tuple[float, Any]:
         """Virtual seconds of `task`, a task time per batch, and a Gradient or, for a ScoreTask, scores."""
-        vectors = self._adopt(name, task.pieces)
         if isinstance(task, ScoreTask):
+            vectors = zero_vectors(self._layout)
+            for section, start, values in task.pieces:
+                vectors[section][start : start + values.size] = values
             return self._score_s, {"norm": float(np.linalg.norm(vectors["params"]))}
-        return sum(self._times.next(name) for _ in task.grants), self._gradient(vectors, task)
+        self._params[name] = task.memory.params.copy()
+        return sum(self._times.next(name) for _ in task.grants), self._gradient(task)
 
     def params(self, name: str) -> Vector:
-        """The parameters that the named process has adopted."""
-        return self._vectors[name]["params"]
+        """The parameters that the named process has computed on last."""
+        return self._params[name]
 
-    def _gradient(self, vectors: dict[str, Array], task: GradientTask) -> Gradient:
+    def _gradient(self, task: GradientTask) -> Gradient:
         """The mean over the batches, each with the weight of its samples; one batch's gradient as it is."""
-        grants, last = task.grants, task.grants[-1]
-        found = [self._gradients.of(vectors["params"], grant) for grant in grants]
-        mean = found[0] if len(found) == 1 else np.average(found, 0, [g.num_samples for g in grants])
+        grants, memory, last = task.grants, task.memory, task.grants[-1]
+        found = [self._gradients.of(memory.params, grant) for grant in grants]
+        memory.grads[:] = found[0] if len(found) == 1 else np.average(found, 0, [g.num_samples for g in grants])
         return Gradient(
-            grads=mean.astype(np.float32, copy=False),
-            stats=np.full_like(vectors["stats"], last.batch),
-            counters=np.full_like(vectors["counters"], last.epoch),
+            grads=memory.grads,
+            stats=np.full_like(memory.stats, last.batch),
+            counters=np.full_like(memory.counters, last.epoch),
             num_samples=sum(g.num_samples for g in grants),
             loss=1.0,
             finite=not any((g.epoch, g.batch) in self._bad for g in grants),
         )
-
-    def _adopt(self, name: str, pieces: Sequence[Piece]) -> dict[str, Array]:
-        vectors = self._vectors.setdefault(name, zero_vectors(self._layout))
-        for section, start, values in pieces:
-            vectors[section][start : start + values.size] = values
-        return vectors
 
 
 def zero_vectors(layout: Layout) -> dict[str, Array]:

@@ -12,7 +12,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -32,8 +32,11 @@ from zasgd.core.node import (
     Record,
     Save,
     Send,
+    Share,
     Stop,
+    Unshare,
 )
+from zasgd.core.region import Region, SharedMemoryError, private_region
 from zasgd.sim.faults import Faults, Kill, Link, Network, Pause
 from zasgd.sim.trace import Trace
 
@@ -156,6 +159,7 @@ class World:
         self.saved: dict[tuple[str, str], Any] = {}
         self.records: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
         self.processes: dict[str, Process] = {}
+        self._regions: dict[str, Region] = {}
         self._draw = random.Random(seed)
         self._faults = faults or Faults()
         self._network = Network(self._draw, link or Link(), self._faults)
@@ -395,6 +399,10 @@ class World:
                 process.links[effect.peer] = effect.endpoint
             elif isinstance(effect, Compute):
                 self._compute(process, effect.task)
+            elif isinstance(effect, Share):
+                self._share(process, effect)
+            elif isinstance(effect, Unshare):
+                self._regions.pop(effect.name, None)  # whoever has it keeps it; nobody opens it again
             elif isinstance(effect, Note):
                 if self.trace.wanted:
                     self.trace.record(self.now, process.name, "note", _plain(effect))
@@ -408,6 +416,15 @@ class World:
                 self.trace.record(self.now, process.name, "stopped", f"{effect.code} {effect.reason}")
                 process.stop = effect
                 self._end(process, State.STOPPED)
+
+    def _share(self, process: Process, share: Share) -> None:
+        """All processes share one memory; who finds a region there has the right one."""
+        result: Any = self._regions.get(share.name) or SharedMemoryError(f"no region {share.name}")
+        if share.create:
+            region = private_region(share.plan)
+            result = self._regions[share.name] = replace(region, token=f"in {share.name}".encode())
+        if process.node is not None:
+            self._carry_out(process, process.node.on_done(self.now + process.clock_offset_s, Computed(share, result)))
 
     def _dies_of(self, process: Process, count: str, reached: int) -> bool:
         for kill in process.kills:

@@ -1,17 +1,20 @@
-"""A torch module as the flat vectors of a run, and back.
+"""A torch module whose values come from flat vectors and whose gradient leaves in one.
 
-Decides which tensor lies in which section and group, makes parameters views of one vector, and collects
-gradients into another. Never decides what to do with them.
+Decides when parameters and flat memory are the same thing, and sees when somebody else parted them. Never decides
+what to do with a gradient.
 
-* A float32 parameter in C order becomes a view of the vector, on the module's device; any other is copied.
-* A parameter with `requires_grad=False` lies in `params` in the group FROZEN (rate 0, no decay): every worker
-  and the exported model hold what the first worker had, bit for bit. Integer ones lie with the counters.
-* Persistent float buffers are `stats`, integer and boolean ones `counters`; others are left to the module.
+* A float32 parameter in C order is a view of the vector, on the module's device; any other is copied. On a CPU that
+  vector is the memory itself: what is written there is at once what forward computes with.
+* That memory is also what the server takes to be this worker's parameters. So a write by anybody else is an error, and
+  so is a change of kind that the layout does not know (`.half()`, `.double()`, `.to(device)`). Parameters that only
+  came to lie elsewhere (`.float()`, `.to("cpu")`, a swap of `.data`) are made views again, and ones that are strided
+  now (channels_last) are copied from then on.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,225 +22,355 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
 
-from zasgd.core.layout import ALIGN_BYTES, SECTIONS, Layout, TensorSpec
+from zasgd.core.layout import SECTIONS, Layout
+from zasgd.core.region import Memory, RegionPlan, memories, private_region
+from zasgd.torch.departure import Parts, Ready
+from zasgd.torch.device import Device, device_of
+from zasgd.torch.gradients import CLIP_EPS, Gradients, dense
+from zasgd.torch.placed import FROZEN, Placed, common_device, tensors_of
+from zasgd.torch.slot import Slot
 from zasgd.torch.tensors import dtype_name
 
 Array = np.ndarray[Any, Any]
 
-DECAYED, NO_DECAY, FROZEN = 0, 1, 2
-"""Parameter groups: weight decay applies, does not, nothing applies. `Recipe.group_specs` lists the three."""
+MAX_SLOTS = 8
+"""Memories whose views are kept; of others they are made again, in microseconds per parameter."""
 
 _NUMPY = {"params": np.float32, "stats": np.float32, "counters": np.int64}
-_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
-_COUNTERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-
-
-_CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
 class ForeignWriteError(RuntimeError):
-    """User code wrote into a parameter in place; here only the server may, or the write would be lost."""
+    """User code wrote into a parameter; here only the server may, or the write would be lost."""
+
+
+class DetachedError(RuntimeError):
+    """A parameter is no longer what the run took over, so neither its values nor its gradient can be exchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatGradient:
     """What leaves of the params section for one push.
 
-    grads: float32, as long as the section, zero where a parameter got no gradient. norm: of the gradient, its 2-norm
-    before clipping. absent: which trained tensors of the section, counted in its order, got no gradient.
+    grads: the gradient in the memory that is bound: float32, as long as the section, zero where a parameter got none.
+    absent: which trained tensors of the section, counted in its order, got no gradient. norm: its 2-norm before
+    clipping, 0 where nothing was to be clipped.
     """
 
     grads: Array
-    norm: float
     finite: bool
     absent: frozenset[int] = frozenset()
-
-
-@dataclass(slots=True)
-class _Tensor:
-    """One tensor of the module: where it hangs and, from element `start` of its section on, where it lies.
-
-    `index` counts the tensors of its section.
-
-    `view` is set while the parameter shares the flat vector's memory; `version` is autograd's count of
-    in-place writes as of the last one of ours.
-    """
-
-    owner: nn.Module
-    attribute: str
-    spec: TensorSpec
-    index: int
-    start: int
-    view: torch.Tensor | None = None
-    version: int = 0
-
-    def now(self) -> torch.Tensor:
-        """The module's tensor; looked up each time, since a module may replace a buffer."""
-        found: torch.Tensor = getattr(self.owner, self.attribute)
-        return found
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This tensor's elements of its section's flat vector, in its shape."""
-        return flat[self.start : self.start + self.spec.num_elements].view(self.spec.shape)
+    norm: float = 0.0
 
 
 class FlatModule:
-    """A module whose values come from flat vectors and whose gradient leaves in one.
+    """Takes over `module`, which must be on its final device, and binds it to a memory of its own.
 
-    Takes over `module`, which must be on its final device. With `no_decay_group` the parameters of at most
-    one dimension (biases, norm weights) go into the group NO_DECAY. Raises TypeError for a tensor that has no
-    place in a layout: float64, complex, not yet initialised, or on another device than the rest.
+    With `no_decay_group` the parameters of at most one dimension (biases, norm weights) go into the group NO_DECAY.
+    device: how to copy to and from the module's device, by default as its kind wants. Raises TypeError for a tensor
+    that has no place in a layout: float64, complex, not yet initialised, or on another device than the rest.
     """
 
-    def __init__(self, module: nn.Module, no_decay_group: bool = False) -> None:
+    def __init__(self, module: nn.Module, no_decay_group: bool = False, device: Device | None = None) -> None:
         self.module = module
-        found = list(_tensors_of(module, no_decay_group))
-        self.device = _common_device(module)
+        found = list(tensors_of(module, no_decay_group))
+        self.device = common_device(module)
         self.layout = Layout(tuple(spec for _, _, spec in found))
-        self._by_section: dict[str, list[_Tensor]] = {s: [] for s in SECTIONS}
+        self._device = device or device_of(self.device)
+        self._by_section: dict[str, list[Placed]] = {s: [] for s in SECTIONS}
         for owner, attribute, spec in found:
-            beside = self._by_section[spec.section]
-            beside.append(_Tensor(owner, attribute, spec, len(beside), self.layout.offsets[spec.name]))
-        self._trained = [t for t in self._by_section["params"] if t.spec.group != FROZEN]
-        self._host = {s: aligned_zeros(n, _NUMPY[s]) for s, n in self.layout.sizes.items()}
-        for section, flat in self._host.items():
-            flat[:] = self._collected(section)
-        self._values = torch.from_numpy(self._host["params"]).to(self.device)  # on the CPU the same memory
+            beside, start = self._by_section[spec.section], self.layout.offsets[spec.name]
+            beside.append(Placed(owner, attribute, spec, len(beside), start, start + spec.num_elements))
+        self._params = self._by_section["params"]
+        self._trained = [t for t in self._params if t.spec.group != FROZEN]
+        for t in self._params:
+            t.parameter = t.now()
+        self._slots: OrderedDict[tuple[int, int], Slot] = OrderedDict()
+        self._slot = self._private()
+        self._bound = False
         self._unadopted: set[str] = set()
-        for t in self._by_section["params"]:
+        self._gradients = Gradients(self._trained, self._device, self._slot)
+        for t in self._params:
             self._share(t)
 
     def initial(self) -> dict[str, Array]:
-        """Copies of the three sections as last loaded; before any `load`, as the module was built."""
-        return {section: flat.copy() for section, flat in self._host.items()}
+        """Copies of the three sections as last loaded or bound; before that, as the module was built."""
+        memory = self._slot.memory
+        return {"params": memory.params.copy(), "stats": memory.stats.copy(), "counters": memory.counters.copy()}
+
+    def new_memory(self) -> Memory:
+        """A memory of this process alone with what `initial` gives."""
+        plan = RegionPlan(self.layout.sizes["params"])
+        memory = memories(private_region(plan), self.layout)[0]
+        for section, vector in self.initial().items():
+            getattr(memory, section)[:] = vector
+        return memory
+
+    # ---- memory -------------------------------------------------------------------------------------
+
+    def bind(self, memory: Memory) -> None:
+        """From now on parameters are what `memory` holds, and gradients are written there; `adopt` begins with it.
+
+        Drops what every `p.grad` holds. The arrays are kept in use until `unbind` or until MAX_SLOTS others came.
+        Raises ForeignWriteError if parameters were written since they were last adopted, and what `adopt` raises.
+        """
+        if self._bound:
+            self._require_unwritten()
+        slot = self._slot_of(memory)
+        if slot is not self._slot:
+            self._switch(slot)
+        self._bound = True
+        self._unadopted = set(SECTIONS)
+        self._gradients.begin(slot)
+
+    def unbind(self) -> None:
+        """Go back to a memory of its own, with the values of the last, and let go of all others."""
+        self._switch(self._slot_of(self.new_memory()))
+        self._gradients.begin(self._slot)
+        self._bound = False
+        self._keep_only(self._slot)
+
+    def prefetch(self, memory: Memory) -> None:
+        """Begin to copy the parameters of a memory that was bound before to the device, for the next `bind`.
+
+        They must be complete and stay. May be called while another memory is computed on, from another thread.
+        """
+        slot = self._slots.get(_key(memory))
+        if slot is not None and not slot.fresh and slot is not self._slot:
+            self._device.upload(memory.params, slot.values, slot.used)
+            slot.fresh = True
+
+    def _private(self) -> Slot:
+        """A memory with the module's own values."""
+        plan = RegionPlan(self.layout.sizes["params"])
+        memory = memories(private_region(plan), self.layout)[0]
+        for section in SECTIONS:
+            self._collect_into(getattr(memory, section), section)
+        slot = self._slot_of(memory)
+        self._device.upload(memory.params, slot.values, slot.used)
+        self._device.await_uploads()
+        return slot
+
+    def _slot_of(self, memory: Memory) -> Slot:
+        """The slot of a memory: known by its vectors, of which a slot keeps hold."""
+        key = _key(memory)
+        slot = self._slots.get(key) or self._new_slot(memory)
+        slot.memory = memory  # the same vectors, but perhaps other buffers
+        self._slots[key] = slot
+        self._slots.move_to_end(key)
+        return slot
+
+    def _new_slot(self, memory: Memory) -> Slot:
+        while len(self._slots) >= MAX_SLOTS:
+            self._device.release(self._slots.popitem(last=False)[1].memory)
+        self._device.register(memory)
+        return Slot(memory, self._params, self._device)
+
+    def _switch(self, slot: Slot) -> None:
+        """Let the parameters be views of another slot; of the first memory, which was only ours, nothing is kept."""
+        for t in self._detached():
+            self._follow(t)
+        for t in self._params:
+            if t.viewed:
+                t.parameter.data = slot.params[t.index]
+        self._slot = slot
+        if not self._bound:
+            self._keep_only(slot)
+
+    def _keep_only(self, slot: Slot) -> None:
+        for key, other in list(self._slots.items()):
+            if other is not slot:
+                self._device.release(other.memory)
+                del self._slots[key]
 
     # ---- values in ----------------------------------------------------------------------------------
 
     def load(self, section: str, start: int, piece: Array) -> None:
         """Write `piece` to the elements of a section from `start` on; `adopt` hands them to the module."""
-        flat = self._host[section]
+        flat = getattr(self._slot.memory, section)
         if not 0 <= start <= start + len(piece) <= len(flat):
             raise ValueError(f"{len(piece)} elements at {start} do not fit into {section} of {len(flat)}")
         flat[start : start + len(piece)] = piece
         self._unadopted.add(section)
 
-    @torch.no_grad()
     def adopt(self) -> None:
-        """Make what was loaded the values that forward computes with, and tell autograd that they changed."""
+        """Make what was bound or loaded the values that forward computes with, and tell autograd that they changed.
+
+        Raises DetachedError.
+        """
         if "params" in self._unadopted:
-            if self.device.type != "cpu":
-                self._values.copy_(torch.from_numpy(self._host["params"]))
-            for t in self._by_section["params"]:
-                self._adopt(t)
-        for section in self._unadopted - {"params"}:
-            flat = torch.from_numpy(self._host[section])
-            for t in self._by_section[section]:
-                t.now().copy_(t.of(flat))
+            for t in self._detached():
+                self._follow(t)
+            self._adopt_params()
+        for section in ("stats", "counters"):
+            if section in self._unadopted and self._by_section[section]:
+                self._adopt_buffers(section)
         self._unadopted.clear()
 
-    def keep_buffers(self, stats: Array, counters: Array) -> None:
-        """Make these, as `stats` and `counters` gave them, what `discard_buffers` goes back to."""
-        self._host["stats"][:], self._host["counters"][:] = stats, counters
+    def _adopt_params(self) -> None:
+        slot = self._slot
+        if not slot.fresh:
+            self._device.upload(slot.memory.params, slot.values, self._device.mark())
+        slot.fresh = False
+        self._device.await_uploads()
+        for t in self._params:
+            if not t.viewed:
+                t.parameter.data.copy_(slot.params[t.index])
+        torch.autograd.graph.increment_version([t.parameter for t in self._params])
+        self._note_versions()
 
-    def discard_buffers(self) -> None:
-        """Forget what forward did to the buffers: the next `adopt` makes them what was last loaded or kept."""
-        self._unadopted |= {"stats", "counters"}
+    @torch.no_grad()
+    def _adopt_buffers(self, section: str) -> None:
+        flat = torch.from_numpy(getattr(self._slot.memory, section)).to(self.device)
+        for t in self._by_section[section]:
+            t.now().copy_(t.of(flat))
 
-    def _adopt(self, t: _Tensor) -> None:
-        parameter = t.now()
-        if t.view is None:
-            parameter.copy_(t.of(self._values))
-        elif parameter.data_ptr() != t.view.data_ptr():
-            self._share(t)  # a round trip such as `.half().float()` gave it memory of its own
-        torch.autograd.graph.increment_version(parameter)
+    def _note_versions(self) -> None:
+        for t in self._params:
+            t.version = t.parameter._version
+
+    # ---- what others did to the parameters ------------------------------------------------------------
+
+    def _share(self, t: Placed) -> None:
+        """Let a parameter be a view of the slot, which holds its value already, if its kind allows."""
+        parameter = t.parameter
+        t.viewed = parameter.dtype == torch.float32 and parameter.is_contiguous() and t.spec.num_elements > 0
+        if t.viewed:
+            parameter.data = self._slot.params[t.index]
         t.version = parameter._version
 
-    def _share(self, t: _Tensor) -> None:
-        """Let a parameter be a view of the flat vector, which holds its value already, if its kind allows."""
-        parameter = t.now()
-        if parameter.dtype == torch.float32 and parameter.is_contiguous() and t.spec.num_elements:
-            parameter.data = t.view = t.of(self._values)
-        else:
-            t.view = None
-        t.version = parameter._version
+    def _detached(self) -> list[Placed]:
+        """The tensors whose parameter is another one, or lies elsewhere or in another form, than as we left it."""
+        at = self._slot.params_at
+        return [
+            t
+            for t in self._params
+            if t.owner._parameters.get(t.attribute) is not t.parameter
+            or (t.parameter.data_ptr() != at[t.index] if t.viewed else not self._is_as_placed(t, t.parameter))
+        ]
+
+    def _follow(self, t: Placed) -> None:
+        """Make a parameter that was moved or replaced a view again. Raises DetachedError for one of another kind."""
+        found = self._required(t)
+        if found is not t.parameter:
+            t.parameter = found
+            if t.spec.group != FROZEN:
+                self._gradients.watch(t)
+        self._share(t)
+
+    def _required(self, t: Placed) -> Any:
+        """What the module has for a parameter now, if it is what the layout says."""
+        found = t.owner._parameters.get(t.attribute)
+        if found is None or not self._is_as_placed(t, found):
+            raise DetachedError(
+                f"parameter {t.spec.name} was {t.spec.dtype} of shape {t.spec.shape} on {self.device} when the run took"
+                f" the model over and is {_told(found)} now: convert or move a model in its factory, not later"
+            )
+        return found
+
+    def _is_as_placed(self, t: Placed, parameter: torch.Tensor) -> bool:
+        same = dtype_name(parameter.dtype) == t.spec.dtype and parameter.shape == t.spec.shape
+        can_train = parameter is t.parameter or parameter.requires_grad == (t.spec.group != FROZEN)
+        return same and can_train and parameter.device == self.device
+
+    def _require_unwritten(self) -> None:
+        written = [t for t in self._params if t.parameter._version != t.version]
+        if written:
+            self._note_versions()  # told once: the caller knows now that the memory is spoilt
+            raise ForeignWriteError(f"parameter {written[0].spec.name} was written in place between pull and push")
+
+    def _require_ours(self) -> None:
+        """Raise unless the gradient that was just computed belongs to the values in memory."""
+        for t in self._detached():
+            found = self._required(t)
+            if found is not t.parameter or not torch.equal(found.detach(), self._slot.params[t.index]):
+                raise ForeignWriteError(f"parameter {t.spec.name} was replaced between pull and push")
+            self._share(t)
+        self._require_unwritten()
 
     # ---- values out ---------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def gradient(self, clip_norm: float = 0.0) -> FlatGradient:
-        """Collect every `p.grad` into a new vector, which the caller owns; scale it to `clip_norm` if longer.
+    def zero_grad(self) -> None:
+        """Drop what every `p.grad` holds: the next backward begins a new gradient."""
+        self._gradients.begin(self._slot)
 
-        Raises ForeignWriteError if a trained parameter was written since the last `adopt`.
+    def expect_last(self, parts: Parts = (), ready: Ready | None = None) -> None:
+        """Say that the next backward is the last of an unclipped gradient; see Gradients.expect_last."""
+        self._gradients.expect_last(parts, ready)
+
+    def gradient(self, clip_norm: float = 0.0) -> FlatGradient:
+        """Complete the gradient in the memory that is bound; scale it in place to `clip_norm` if longer, 0 for never.
+
+        Raises ForeignWriteError if a parameter was written since the last `adopt`, and DetachedError.
         """
-        flat = torch.zeros(self.layout.sizes["params"], device=self.device)
-        absent: set[int] = set()
-        for t in self._trained:
-            parameter = t.now()
-            self._require_ours(t, parameter)
-            if parameter.grad is None:
-                absent.add(t.index)
-            else:
-                t.of(flat).copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
-        norm = _norm(flat)
-        finite = math.isfinite(norm)
-        if finite and 0 < clip_norm < norm:
-            flat.mul_(clip_norm / (norm + _CLIP_EPS))
-        return FlatGradient(flat.cpu().numpy(), norm, finite, frozenset(absent))
+        self._require_ours()
+        absent, norm, finite = self._gradients.collect(clip_norm)
+        self._slot.used = self._device.mark()
+        return FlatGradient(self._slot.memory.grads, finite, absent, norm)
 
     def presence(self, absent: Collection[int]) -> bytes:
         """A bit per tensor of the params section, in order, lowest bit first, 0 for the absent; empty without any."""
         if not absent:
             return b""
-        present = [t.index not in absent for t in self._by_section["params"]]
+        present = [t.index not in absent for t in self._params]
         return np.packbits(present, bitorder="little").tobytes()
-
-    def _require_ours(self, t: _Tensor, parameter: torch.Tensor) -> None:
-        if parameter._version != t.version:
-            raise ForeignWriteError(f"parameter {t.spec.name} was written in place between pull and push")
 
     # ---- local steps --------------------------------------------------------------------------------
 
     def trained(self) -> dict[int, tuple[int, torch.Tensor]]:
         """Index in the params section -> (parameter group, parameter) of all that an optimizer may move."""
-        return {t.index: (t.spec.group, t.now()) for t in self._trained}
+        return {t.index: (t.spec.group, t.parameter) for t in self._trained}
 
     @torch.no_grad()
     def clip(self, clip_norm: float) -> bool:
         """Scale every `p.grad` in place to `clip_norm` if longer, 0 for never; whether they are finite.
 
-        Raises ForeignWriteError if a trained parameter was written since the last `adopt` or `step_with`.
+        Raises ForeignWriteError if a parameter was written since the last `adopt` or `step_with`, and DetachedError.
         """
-        grads = []
-        for t in self._trained:
-            parameter = t.now()
-            self._require_ours(t, parameter)
-            if parameter.grad is not None:
-                if parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_dense()
-                grads.append(parameter.grad)
+        self._require_ours()
+        if not clip_norm and self._gradients.sees_all:
+            return self._gradients.finite
+        grads = list(self._dense_grads())
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
         norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
         if math.isfinite(norm) and 0 < clip_norm < norm:
             for g in grads:
-                g.mul_(clip_norm / (norm + _CLIP_EPS))
+                g.mul_(clip_norm / (norm + CLIP_EPS))
         return math.isfinite(norm)
 
-    def step_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer move the trained parameters; `load` and `adopt` bring back what it moved them from."""
-        optimizer.step()
+    def _dense_grads(self) -> Iterator[torch.Tensor]:
         for t in self._trained:
-            t.version = t.now()._version
+            grad = t.parameter.grad
+            if grad is not None:
+                if grad.is_sparse:
+                    t.parameter.grad = grad = dense(grad)
+                yield grad
 
-    def params(self) -> Array:
-        """The module's parameters as they are now: a new float32 vector of the section."""
-        return self._collected("params")
+    def step_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer move the trained parameters, and on a CPU the memory with them."""
+        optimizer.step()
+        self._note_versions()
+
+    @torch.no_grad()
+    def go_back(self, params: Array) -> None:
+        """Make the memory again what `params` gave before steps moved it; `adopt` brings it to the module."""
+        if self._device.shares_memory:
+            flat = torch.from_numpy(params)
+            for t in self._params:
+                if t.viewed:
+                    self._slot.params[t.index].copy_(t.of(flat))
+        self._unadopted.add("params")
+
+    # ---- the module's values ------------------------------------------------------------------------
+
+    def params(self, out: Array | None = None) -> Array:
+        """The module's parameters as they are now: a float32 vector of the section, `out` or a new one."""
+        return self._collected("params", out)
 
     @property
-    def loaded_params(self) -> Array:
-        """The parameters as last loaded, to read until the next `load` or step; a view, not a copy."""
-        return self._host["params"]
+    def grads(self) -> Array:
+        """Where gradients are written in the memory that is bound."""
+        return self._slot.memory.grads
 
     def stats(self) -> Array:
         """The module's float buffers as they are now: a new float32 vector of the section."""
@@ -247,72 +380,25 @@ class FlatModule:
         """The module's integer and boolean buffers as they are now: a new int64 vector of the section."""
         return self._collected("counters")
 
-    @torch.no_grad()
-    def _collected(self, section: str) -> Array:
-        flat = aligned_zeros(self.layout.sizes[section], _NUMPY[section])
-        for t in self._by_section[section]:
-            t.of(torch.from_numpy(flat)).copy_(t.now())
+    def _collected(self, section: str, out: Array | None = None) -> Array:
+        flat = np.zeros(self.layout.sizes[section], _NUMPY[section]) if out is None else out
+        if self._by_section[section]:
+            self._collect_into(flat, section)
         return flat
 
-
-def aligned_zeros(num_elements: int, dtype: Any) -> Array:
-    """A zeroed vector that begins on a cache line."""
-    num_bytes = num_elements * np.dtype(dtype).itemsize
-    memory = np.zeros(num_bytes + ALIGN_BYTES, np.uint8)
-    first = -memory.ctypes.data % ALIGN_BYTES
-    return memory[first : first + num_bytes].view(dtype)
+    @torch.no_grad()
+    def _collect_into(self, out: Array, section: str) -> None:
+        flat = torch.from_numpy(out)
+        for t in self._by_section[section]:
+            t.of(flat).copy_(t.now())
 
 
-def _norm(flat: torch.Tensor) -> float:
-    """The 2-norm, in one pass where the squares fit float32; not finite exactly if an element is not."""
-    norm = float(torch.linalg.vector_norm(flat))
-    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+def _key(memory: Memory) -> tuple[int, int]:
+    return id(memory.params), id(memory.grads)
 
 
-def _tensors_of(module: nn.Module, no_decay_group: bool) -> Iterator[tuple[nn.Module, str, TensorSpec]]:
-    """Every tensor that a run holds, with its owner and attribute; a tied one once, under its first name."""
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedTensorMixin):
-            raise TypeError(f"parameter {name} has no shape yet: run one batch through the model in its factory")
-        yield *_owner(module, name), _parameter_spec(name, parameter, no_decay_group)
-    for name, buffer in module.named_buffers():
-        owner, attribute = _owner(module, name)
-        if attribute not in owner._non_persistent_buffers_set:
-            yield owner, attribute, _buffer_spec("buffer", name, buffer)
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return module.get_submodule(path), attribute
-
-
-def _parameter_spec(name: str, parameter: nn.Parameter, no_decay_group: bool) -> TensorSpec:
-    if not parameter.requires_grad:
-        spec = _buffer_spec("parameter", name, parameter)
-        return spec._replace(section="params", group=FROZEN) if spec.section == "stats" else spec
-    _require(parameter.dtype in _FLOATS, "parameter", name, parameter)
-    group = NO_DECAY if no_decay_group and parameter.dim() <= 1 else DECAYED
-    return TensorSpec(name, tuple(parameter.shape), dtype_name(parameter.dtype), "params", group)
-
-
-def _buffer_spec(what: str, name: str, buffer: torch.Tensor) -> TensorSpec:
-    _require(buffer.dtype in _FLOATS | _COUNTERS, what, name, buffer)
-    section = "stats" if buffer.dtype in _FLOATS else "counters"
-    if section == "stats" and not torch.isfinite(buffer).all():
-        raise TypeError(f"{what} {name} holds inf or NaN, which a run refuses: register it with persistent=False")
-    return TensorSpec(name, tuple(buffer.shape), dtype_name(buffer.dtype), section)
-
-
-def _require(accepted: bool, what: str, name: str, tensor: torch.Tensor) -> None:
-    if not accepted:
-        raise TypeError(
-            f"{what} {name} is {dtype_name(tensor.dtype)}; a run holds float32, float16, bfloat16, and "
-            "integer or boolean buffers: convert it in the model's factory, for instance by module.float()"
-        )
-
-
-def _common_device(module: nn.Module) -> torch.device:
-    devices = {t.device for t in (*module.parameters(), *module.buffers())}
-    if len(devices) > 1:
-        raise TypeError(f"the model is spread over {', '.join(sorted(map(str, devices)))}; a worker has one device")
-    return devices.pop() if devices else torch.device("cpu")
+def _told(found: torch.Tensor | None) -> str:
+    if found is None:
+        return "gone"
+    told = f"{dtype_name(found.dtype)} of shape {tuple(found.shape)} on {found.device}"
+    return told if found.requires_grad else f"{told} without requires_grad"

@@ -19,9 +19,8 @@ Array = np.ndarray[Any, Any]
 
 
 class Walk(NamedTuple):
-    """What steps led to: float32 as long as the params section, whether it is finite, which tensors none moved."""
+    """What steps led to: whether it is finite, and which tensors none moved."""
 
-    pushed: Array
     finite: bool
     absent: frozenset[int]
 
@@ -36,32 +35,37 @@ class LocalOptimizer:
         self._flat = flat
         self._clip_norm = clip_norm
         self._optimizer = _torch_optimizer(flat, groups)
+        self._began_at: Array | None = None  # memory to remember them in, the same for every walk
 
     def walk(self, rates: Sequence[float], backward: Callable[[int], Any], elastic: bool) -> Walk:
         """Take a step at each of the learning `rates`, from the adopted parameters on, and give what to push.
 
-        backward(i) computes the gradient of step i into every `p.grad`. What is pushed is where they began minus where
-        they ended, or, `elastic`, where they ended (easgd's x_i). Afterwards the next `adopt` brings back what was
-        loaded. Steps end at the first gradient that is not finite; the momentum is then forgotten, since it holds
-        steps that nobody will apply. Raises ForeignWriteError.
+        backward(i) computes the gradient of step i into every `p.grad`. What is pushed takes the place of the gradient
+        in the memory that is bound: where they began minus where they ended, or, `elastic`, where they ended (easgd's
+        x_i). The parameters there are again what they were. Steps end at the first gradient that is not finite; the
+        momentum is then forgotten, since it holds steps that nobody will apply. Raises ForeignWriteError.
         """
-        began_at = self._flat.params()
-        moved = self._moved(rates, backward)
-        ended_at = self._flat.params()
-        pushed = ended_at if elastic else began_at - ended_at
-        self._flat.load("params", 0, began_at)
+        began_at = self._began_at = self._flat.params(self._began_at)
+        pushed = self._flat.grads
+        try:
+            moved = self._moved(rates, backward)
+            self._flat.params(pushed)
+        finally:
+            self._flat.go_back(began_at)
+        if not elastic:
+            np.subtract(began_at, pushed, out=pushed)
         finite = moved is not None and bool(np.isfinite(pushed).all())
         if not finite:
             self._optimizer.state.clear()
         # The elastic force has no need of a gradient: it holds every tensor, or a branch's x_i would be lost.
         absent = () if elastic or moved is None else self._flat.trained().keys() - moved
-        return Walk(pushed, finite, frozenset(absent))
+        return Walk(finite, frozenset(absent))
 
     def _moved(self, rates: Sequence[float], backward: Callable[[int], Any]) -> set[int] | None:
         """Take the steps; which parameters any of them moved, None after a gradient that is not finite."""
         moved: set[int] = set()
         for i, lr in enumerate(rates):
-            self._flat.module.zero_grad(set_to_none=True)
+            self._flat.zero_grad()
             backward(i)
             if not self._flat.clip(self._clip_norm):
                 return None

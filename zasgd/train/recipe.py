@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 import zasgd
+from zasgd.core.compress import Compression
 from zasgd.core.rules import (
     ALGORITHMS,
     COMPENSATIONS,
@@ -255,7 +256,9 @@ class RunTable(Table):
     """How it runs; none of it changes what is computed per batch.
 
     min_step_s: a worker's step takes at least this long. lease_s: how long a silent worker counts as alive.
-    evaluate_every: epochs between evaluations. window_bytes: unacknowledged push bytes per worker and shard.
+    evaluate_every: epochs between evaluations. window_bytes: unacknowledged push bytes per worker and shard. data_path:
+    how workers reach the shards, one of DATA_PATHS. inflight: pushes on their way while the next gradient is computed.
+    compress_push, compress_pull: codecs of what travels over a network; top_k: the part of a vector that topk sends.
     """
 
     workers: int = Field(2, ge=1, le=65536)
@@ -264,6 +267,11 @@ class RunTable(Table):
     lease_s: float = Field(10.0, gt=0, le=_LONGEST_S)
     evaluate_every: int = Field(1, ge=1, le=_MOST_EPOCHS)
     window_bytes: int = Field(64 << 20, ge=1, le=1 << 40)
+    data_path: Literal["auto", "arena", "direct", "relay"] = "auto"
+    inflight: int = Field(0, ge=0, le=1)
+    compress_push: Literal["none", "bf16", "fp16", "int8", "topk"] = "none"
+    compress_pull: Literal["none", "bf16", "fp16", "int8", "topk"] = "none"
+    top_k: float = Field(0.01, gt=0, le=1)
 
 
 class Recipe(Table):
@@ -282,7 +290,7 @@ class Recipe(Table):
     def _core_accepts_it(self) -> Recipe:
         self.schedule_spec()
         try:
-            check(self.rule_spec(), self.group_specs())
+            check(self.rule_spec(), self.group_specs(), self.run.inflight)
         except RuleError as e:
             raise RuleError(f"rule: {e}") from None
         return self
@@ -316,6 +324,14 @@ class Recipe(Table):
             GroupSpec(1.0, o.momentum, o.nesterov, 0.0, **adam),
             GroupSpec(0.0),
         )
+
+    def push_compression(self) -> Compression:
+        """How gradients are compressed where they travel."""
+        return Compression(self.run.compress_push, self.run.top_k)
+
+    def pull_compression(self) -> Compression:
+        """How what a push is answered with is compressed where it travels."""
+        return Compression(self.run.compress_pull, self.run.top_k)
 
     def to_json(self) -> str:
         """What travels to servers, workers and the evaluator."""

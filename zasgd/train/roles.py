@@ -17,9 +17,10 @@ from pathlib import Path
 from zasgd.core.evaluator import Evaluator as EvaluatorNode
 from zasgd.core.evaluator import ScoreTask
 from zasgd.core.node import Note, Stop
-from zasgd.core.worker import Gradient, GradientTask, Worker, WorkerConfig
+from zasgd.core.transfer import Gradient
+from zasgd.core.worker import GradientTask, Worker, WorkerConfig
 from zasgd.net.client import BrokerError, Client
-from zasgd.net.processes import host_name, new_token, one_line, run_member
+from zasgd.net.processes import Post, host_name, new_token, one_line, run_member
 from zasgd.net.sockets import AddressError
 from zasgd.train import DataError, DeviceError, MissingExtraError, make_evaluator, make_trainer, train_extra
 from zasgd.train.recipe import Recipe, RecipeError
@@ -30,7 +31,8 @@ class RoleOptions:
     """What a person may set on a worker or evaluator.
 
     broker: HOST:PORT. name: keeps the id across restarts. device: `auto`, `cpu`, `cuda`, `cuda:1`. slot: which of this
-    host's workers this is, for `auto`. threads: of torch, 0 for a fair share. Times in seconds.
+    host's workers this is, for `auto`. threads: of torch, 0 for a fair share. data_path: in place of the recipe's.
+    Times in seconds.
     """
 
     broker: str
@@ -40,7 +42,7 @@ class RoleOptions:
     threads: int = 0
     connect_timeout_s: float = 60.0
     broker_timeout_s: float = 30.0
-    data_path: str = "relay"
+    data_path: str = ""
 
 
 def run_worker(options: RoleOptions) -> int:
@@ -62,13 +64,15 @@ def _worker(options: RoleOptions) -> Stop:
 
     own, life = trainer.new_own(), node.num_lives
 
-    def compute(task: GradientTask) -> Gradient:
+    def compute(task: GradientTask, post: Post) -> Gradient:
         nonlocal own, life
         if life != node.num_lives:  # after a fence it is a newcomer: to the shards its momentum is gone
             own, life = trainer.new_own(), node.num_lives
-        for section, start, values in task.pieces:
-            trainer.load(section, start, values)
-        return trainer.gradient(task.grants, task.samples, own)
+
+        def ready(start: int, stop: int) -> None:
+            post(lambda now: node.on_part(now, task, start))
+
+        return trainer.gradient(task.grants, task.memory, task.samples, own, ready, task.parts)
 
     return run_member(node, options.broker, compute, note=_say)
 
@@ -79,7 +83,7 @@ def _evaluator(options: RoleOptions, run_dir: Path) -> Stop:
     evaluator = make_evaluator(recipe, _prepare_torch(options, recipe), run_dir)
     node = EvaluatorNode(time.monotonic(), new_token(), _config(options, recipe), evaluator.layout)
 
-    def compute(task: ScoreTask) -> dict[str, float]:
+    def compute(task: ScoreTask, post: Post) -> dict[str, float]:
         for section, start, values in task.pieces:
             evaluator.load(section, start, values)
         if task.interrupted:
@@ -100,7 +104,9 @@ def _config(options: RoleOptions, recipe: Recipe) -> WorkerConfig:
         name=options.name,
         host=host_name(),
         pid=os.getpid(),
-        data_path=options.data_path,
+        data_path=options.data_path or recipe.run.data_path,
+        inflight=recipe.run.inflight,
+        push=recipe.push_compression(),
         connect_timeout_s=options.connect_timeout_s,
         broker_timeout_s=options.broker_timeout_s,
         min_step_s=recipe.run.min_step_s,

@@ -24,8 +24,10 @@ from torch import nn
 from zasgd.core.layout import Layout
 from zasgd.core.ledger import permutation
 from zasgd.core.messages import Grant
+from zasgd.core.region import Memory
 from zasgd.core.slim import SlimMomentum
 from zasgd.core.worker import Gradient
+from zasgd.torch.departure import Parts, Ready
 from zasgd.torch.flat import FlatModule
 from zasgd.train import DataError, DeviceError, datasets, factories, models
 from zasgd.train.local import LocalOptimizer
@@ -98,9 +100,8 @@ Own = SlimMomentum | LocalOptimizer | None
 
 
 class _Pushed(NamedTuple):
-    """What is pushed for some grants, whether it is finite, which tensors it leaves out, and the mean loss."""
+    """Of what is pushed for some grants: whether it is finite, which tensors it leaves out, and the mean loss."""
 
-    values: Array
     finite: bool
     absent: frozenset[int]
     loss: float
@@ -140,42 +141,62 @@ class Trainer:
         """The sections as built from the recipe's seed, with which the first worker seeds the run."""
         return self._flat.initial()
 
-    def load(self, section: str, start: int, piece: Array) -> None:
-        """Take a piece of new parameters or buffers; the next `gradient` is computed on all that came."""
-        self._flat.load(section, start, piece)
+    def new_memory(self) -> Memory:
+        """A memory of this process alone to compute with, which holds what `initial` gives."""
+        return self._flat.new_memory()
 
-    def gradient(self, grants: Sequence[Grant], samples: int, own: Own = None) -> Gradient:
-        """What to push for one or more grants, in train mode, at the parameters that were loaded.
+    def prefetch(self, memory: Memory) -> None:
+        """Begin to bring parameters, complete in a memory used before, to the device; the next `gradient` needs them.
+
+        May be called while `gradient` computes with another memory, from another thread.
+        """
+        self._flat.prefetch(memory)
+
+    def gradient(
+        self,
+        grants: Sequence[Grant],
+        memory: Memory,
+        samples: int,
+        own: Own = None,
+        ready: Ready | None = None,
+        parts: Parts = (),
+    ) -> Gradient:
+        """What to push for one or more grants, in train mode, at the parameters and buffers in `memory`.
 
         By a gradient rule the mean gradient over all their samples, clipped to `optimizer.clip_norm`; by a local rule
-        what one step per grant led to, each clipped. samples: the sample clock of the shards, from which the learning
-        rate of what happens here follows. own: of the worker that computes, by default the only one. The arrays of the
-        result belong to the caller. An error of user code passes through.
+        what one step per grant led to, each clipped. It is written into memory.grads; what else is in the memory stays
+        as it is. samples: the sample clock of the shards, from which the learning rate of what happens here follows.
+        own: of the worker that computes, by default the only one. ready(start, stop) is called, perhaps on another
+        thread, for those of `parts` that are final and finite while backward still runs, see `FlatModule.expect_last`;
+        for none where the gradient is clipped or turned into something else at the end. An error of user code passes
+        through, and ForeignWriteError and DetachedError.
         """
         own = self._own if own is None else own
         flat = self._flat
+        flat.bind(memory)
         flat.adopt()
-        local = isinstance(own, LocalOptimizer)
-        pushed = self._walked(grants, samples, own) if local else self._mean_gradient(grants)
-        stats, counters = flat.stats(), flat.counters()
-        finite = pushed.finite and math.isfinite(pushed.loss) and bool(np.isfinite(stats).all())
-        if finite and isinstance(own, SlimMomentum):
-            finite = self._turned(pushed, samples, own)
-        if finite:
-            flat.keep_buffers(stats, counters)
+        if isinstance(own, LocalOptimizer):
+            pushed = self._walked(grants, samples, own)
         else:
-            flat.discard_buffers()  # this push will be refused, so its batches must leave no trace here either
+            pushed = self._mean_gradient(grants, ready, parts if own is None else ())
+        stats, counters = flat.stats(), flat.counters()
+        finite = pushed.finite and math.isfinite(pushed.loss) and (not stats.size or bool(np.isfinite(stats).all()))
+        if finite and isinstance(own, SlimMomentum):
+            finite = self._turned(memory, pushed.absent, samples, own)
         num_samples = sum(grant.num_samples for grant in grants)
         presence = flat.presence(pushed.absent)
-        return Gradient(pushed.values, stats, counters, num_samples, pushed.loss, finite, presence)
+        return Gradient(memory.grads, stats, counters, num_samples, pushed.loss, finite, presence)
 
-    def _mean_gradient(self, grants: Sequence[Grant]) -> _Pushed:
+    def _mean_gradient(self, grants: Sequence[Grant], ready: Ready | None, parts: Parts) -> _Pushed:
         """Autograd adds the batches up in every `p.grad`, each weighted by its share of the samples."""
-        self._flat.module.zero_grad(set_to_none=True)
-        shares = _shares(grants)
-        losses = [self._backward(grant, share) for grant, share in zip(grants, shares, strict=True)]
-        found = self._flat.gradient(self.recipe.optimizer.clip_norm)
-        return _Pushed(found.grads, found.finite, found.absent, _mean(losses, shares))
+        shares, clip_norm = _shares(grants), self.recipe.optimizer.clip_norm
+        losses: list[torch.Tensor] = []
+        for i, (grant, share) in enumerate(zip(grants, shares, strict=True)):
+            if i == len(grants) - 1 and not clip_norm:
+                self._flat.expect_last(parts, ready)
+            losses.append(self._backward(grant, share))
+        found = self._flat.gradient(clip_norm)
+        return _Pushed(found.finite, found.absent, _mean(losses, shares))
 
     def _walked(self, grants: Sequence[Grant], samples: int, own: LocalOptimizer) -> _Pushed:
         """One step per grant; the clock runs on within them, as it does where one worker trains alone."""
@@ -185,12 +206,12 @@ class Trainer:
         elastic = self._rule.exchange == "elastic"
         walk = own.walk(rates, lambda i: losses.append(self._backward(grants[i])), elastic)
         loss = _mean(losses, _shares(grants[: len(losses)]))
-        return _Pushed(walk.pushed, walk.finite, walk.absent, loss)
+        return _Pushed(walk.finite, walk.absent, loss)
 
-    def _turned(self, pushed: _Pushed, samples: int, own: SlimMomentum) -> bool:
+    def _turned(self, memory: Memory, absent: frozenset[int], samples: int, own: SlimMomentum) -> bool:
         """Turn a finite gradient into dana-slim's step, in place; whether that is finite too."""
         lr = self._schedule.lr_at(samples, self.num_samples)
-        if np.isfinite(own.push(pushed.values, self._flat.loaded_params, lr, pushed.absent)).all():
+        if np.isfinite(own.push(memory.grads, memory.params, lr, absent)).all():
             return True
         own.v[:] = 0  # what overflowed would stay in it for good
         return False

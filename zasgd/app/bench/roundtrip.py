@@ -1,8 +1,7 @@
-"""Measurements of this machine. Each figure stands beside a physical limit measured in the same run, in turns."""
+"""Round trips of a small model: one push and its answer at a time, beside bare sockets moving the same bytes."""
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +15,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from zasgd.app.bench.crew import running
+from zasgd.app.bench.limits import one_tensor
 from zasgd.app.serve import as_json
 from zasgd.core import wire
-from zasgd.core.layout import Layout, Segment, TensorSpec
+from zasgd.core.layout import Layout
 from zasgd.core.messages import Grant, Push
 from zasgd.core.node import Compute, Computed
-from zasgd.core.optimizer import ShardOptimizer
 from zasgd.core.parameters import ShardConfig
-from zasgd.core.rules import RULES, GroupSpec, RuleSpec, refusal, shard_groups
+from zasgd.core.rules import GroupSpec, RuleSpec
 from zasgd.core.run import BrokerConfig
 from zasgd.core.schedule import Schedule
 from zasgd.core.worker import Gradient, Worker, WorkerConfig
@@ -38,6 +38,8 @@ WARM_UP_TRIPS = 200
 NUM_SAMPLES = 1 << 40
 """More than any measurement consumes."""
 RULE = "dc-asgd-a"
+PATIENCE_S = 5.0
+"""For broker and shard to end as they were told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Rates:
 
 def roundtrip(num_params: int, seconds: float, repeats: int, *, json_output: bool) -> None:
     """Push+pull round trips of one worker and one shard, one outstanding, beside bare sockets moving the same bytes."""
-    layout = Layout((TensorSpec("w", (num_params,)),))
+    layout = one_tensor(num_params)
     base = free_port_block(6)
     console = Console(stderr=True)
     with _servers(layout, base), _bare(base + 3):
@@ -90,104 +92,6 @@ def _tell(num_params: int, seconds: float, repeats: int, summary: dict[str, Any]
     Console(highlight=False).print(table)
 
 
-# ---- the kernels ---------------------------------------------------------------------------------------
-
-
-BASES = {
-    "sgd": GroupSpec(weight_decay=1e-4),
-    "momentum": GroupSpec(momentum=0.9, weight_decay=1e-4),
-    "adamw": GroupSpec(algorithm="adamw", weight_decay=1e-4),
-}
-"""Base optimizers whose passes are measured; their constants change no speed."""
-LOCAL = "local"
-"""Stands for the base of rules whose shards see no gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelRate:
-    """How fast one rule applies pushes: medians, beside copying as many bytes.
-
-    vectors: as long as the slice, float32, that a push reads or writes; one that it changes counts twice.
-    """
-
-    rule: str
-    base: str
-    params: int
-    vectors: int
-    apply_s: float
-    copy_s: float
-
-    def to_plain(self) -> dict[str, Any]:
-        """What is printed of it."""
-        num_bytes = 4 * self.params * self.vectors
-        return {
-            "rule": self.rule,
-            "base": self.base,
-            "vectors": self.vectors,
-            "million_params_per_s": round(self.params / self.apply_s / 1e6, 1),
-            "gb_per_s": round(num_bytes / self.apply_s / 1e9, 2),
-            "copy_gb_per_s": round(num_bytes / self.copy_s / 1e9, 2),
-            "ratio": round(self.copy_s / self.apply_s, 4),
-        }
-
-
-def kernels(params: int, repeats: int, rules: str, *, json_output: bool) -> None:
-    """What a shard of `params` parameters does per push on one core, beside np.copyto of as many bytes.
-
-    rules: names joined by commas, empty for all. Raises RuleError for a name that is none.
-    """
-    names = [name.strip() for name in rules.split(",")] if rules else [*RULES, "dana+ga"]
-    cases = [case for name in names for case in _kernel_cases(name)]
-    console = Console(stderr=True)
-    measuring = track(cases, "measuring", console=console, disable=not console.is_terminal)
-    rows = [_kernel_rate(*case, params, repeats).to_plain() for case in measuring]
-    if json_output:
-        print(as_json({"params": params, "repeats": repeats, "kernels": rows}))
-        return
-    title = f"one push on one core, {params} parameters, and a copy of as many bytes; median of {repeats}"
-    table = Table("rule", "base", "vectors", "M param/s", "GB/s", "copy GB/s", "of copy", title=title)
-    table.columns[0].no_wrap = True
-    for row in rows:
-        *cells, ratio = row.values()
-        table.add_row(*map(str, cells), f"{100 * ratio:.0f} %")
-    Console(highlight=False).print(table)
-
-
-def _kernel_cases(name: str) -> list[tuple[RuleSpec, str, GroupSpec]]:
-    """A rule with each base optimizer that it can train."""
-    rule = RuleSpec(name)
-    if rule.is_local:
-        return [(rule, LOCAL, *shard_groups(rule, (GroupSpec(),)))]
-    able = {base: group for base, group in BASES.items() if not refusal(rule, (group,))}
-    return [(rule, base, *shard_groups(rule, (group,))) for base, group in able.items()]
-
-
-def _kernel_rate(rule: RuleSpec, base: str, group: GroupSpec, params: int, repeats: int) -> KernelRate:
-    optimizer = ShardOptimizer(rule, (group,), (Segment(0, params, 0),), params)
-    own = optimizer.new_own()
-    w, pushed, known, out = (np.full(params, value, np.float32) for value in (1.0, 1e-3, 0.999, 1.0))
-    kept = len(optimizer.state) + (own is not None)
-    vectors = 4 + rule.needs_snapshot + 2 * kept  # w read and written, what was pushed, what is sent
-
-    def push() -> None:
-        optimizer.apply(w, ((0, pushed),), known, 1e-6, out, own=own)
-
-    def copy() -> None:
-        for _ in range(vectors // 2):
-            np.copyto(out, known)
-        np.copyto(out[: params // 2 * (vectors % 2)], known[: params // 2 * (vectors % 2)])
-
-    times: dict[Callable[[], None], list[float]] = {push: [], copy: []}
-    for measure in times:
-        measure()  # the compiler and the first touch of memory are not what is measured
-    for _ in range(repeats):
-        for measure, taken in times.items():
-            began_at = time.perf_counter()
-            measure()
-            taken.append(time.perf_counter() - began_at)
-    return KernelRate(rule.name, base, params, vectors, *(statistics.median(taken) for taken in times.values()))
-
-
 # ---- ours --------------------------------------------------------------------------------------------
 
 
@@ -195,7 +99,6 @@ def _ours(layout: Layout, base: int, data_path: str, seconds: float) -> float:
     """The rate of the real worker core whose gradient costs nothing."""
     values = np.full(layout.sizes["params"], 1e-3, np.float32)
     empty = {"stats": np.empty(0, np.float32), "counters": np.empty(0, np.int64)}
-    gradient = Gradient(values, **empty, num_samples=1, loss=1.0, finite=True)
     config = WorkerConfig(data_path=data_path)
     node = Worker(time.monotonic(), new_token(), config, layout, NUM_SAMPLES, lambda: {"params": values, **empty})
     began_at, trips = 0.0, 0
@@ -208,6 +111,9 @@ def _ours(layout: Layout, base: int, data_path: str, seconds: float) -> float:
             began_at = now
         if trips >= WARM_UP_TRIPS and now - began_at >= seconds:
             loop.post(lambda now: node.leave(now, "measured"))
+        if trips == 1:
+            effect.task.memory.grads[:] = values
+        gradient = Gradient(effect.task.memory.grads, **empty, num_samples=1, loss=1.0, finite=True)
         done = Computed(effect.task, gradient)
         loop.post(lambda now: node.on_done(now, done))
 
@@ -223,18 +129,12 @@ def _servers(layout: Layout, base: int) -> Iterator[None]:
     shard = ShardConfig(1, RuleSpec(RULE), (GroupSpec(),), Schedule(lr=1e-4, epochs=1))
     config = BrokerConfig(new_run_id(), "{}", 1, 1, 1, shard.to_json(), data_port=base + 1)
     addresses = (f"127.0.0.1:{base}", f"127.0.0.1:{base + 1}")
-    with _process(_serve_broker, config, *addresses), _process(_serve_shard, addresses[0], f"127.0.0.1:{base + 2}"):
+    broker = running(run_broker, config, *addresses, patience_s=PATIENCE_S)
+    shard = running(run_shard, addresses[0], f"127.0.0.1:{base + 2}", patience_s=PATIENCE_S)
+    with broker, shard:
         yield
         with Client(addresses[0]) as client:
             client.stop(5.0, interrupted=True)
-
-
-def _serve_broker(config: BrokerConfig, control: str, data: str) -> None:
-    run_broker(config, control, data)
-
-
-def _serve_shard(broker: str, bind: str) -> None:
-    run_shard(broker, bind)
 
 
 # ---- the limit -----------------------------------------------------------------------------------------
@@ -267,7 +167,7 @@ def _bare_trips(layout: Layout, port: int, seconds: float) -> float:
 @contextmanager
 def _bare(port: int) -> Iterator[None]:
     """A bare relay at `port` in front of a bare echo at `port + 1`."""
-    with _process(_bare_echo, port + 1), _process(_bare_relay, port, port + 1):
+    with running(_bare_echo, port + 1), running(_bare_relay, port, port + 1):
         yield
 
 
@@ -288,15 +188,3 @@ def _bare_relay(port: int, behind: int) -> None:
         while True:
             for ready, _ in poller.poll():
                 (back if ready is front else front).send_multipart(ready.recv_multipart())
-
-
-@contextmanager
-def _process(target: Callable[..., None], *arguments: Any) -> Iterator[None]:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, daemon=True)
-    process.start()
-    try:
-        yield
-    finally:
-        process.join(timeout=0 if target in (_bare_echo, _bare_relay) else 5)
-        process.kill()
-        process.join()
