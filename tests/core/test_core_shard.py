@@ -10,12 +10,15 @@ import pytest
 
 from tests.core.test_core_bounds import over_the_wire
 from zasgd.core import wire
+from zasgd.core.compress import Compression, decode, decode_onto, encode
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.messages import (
     Ack,
     Admit,
     Admitted,
     Array,
+    Attach,
+    Attached,
     Err,
     Fence,
     Fenced,
@@ -32,8 +35,9 @@ from zasgd.core.messages import (
     StopMsg,
     Welcome,
 )  # fmt: skip
-from zasgd.core.node import BROKER, Effect, Send, Stop
+from zasgd.core.node import BROKER, Computed, Effect, Send, Share, Stop, Unshare
 from zasgd.core.parameters import ShardConfig
+from zasgd.core.region import RegionPlan, SharedMemoryError, private_region
 from zasgd.core.rules import GroupSpec, RuleSpec
 from zasgd.core.schedule import Schedule
 from zasgd.core.shard import Shard
@@ -310,6 +314,223 @@ def test_a_seq_below_the_window_is_too_old_to_tell() -> None:
         bench.push(3 + i, version=i)
     assert bench.push(3, version=0).code == "OLD_SEQ"
     assert bench.shard.version == 70
+
+
+# ---- slots -----------------------------------------------------------------------------------------------
+
+TWO_SLOTS = replace(CONFIG, inflight=1)
+
+
+def test_each_slot_has_its_own_snapshot_and_a_push_is_based_on_that_of_its_slot() -> None:
+    bench = Bench(TWO_SLOTS)
+    bench.ask(Pull, 2, slot=0), bench.ask(Pull, 3, slot=1)
+    first = bench.push(4, version=0, slot=0)
+    assert (first.version, first.lag) == (1, 0)
+    second = bench.push(5, version=0, slot=1)
+    assert (second.version, second.lag) == (2, 1)
+    assert (values(first) == -1.0).all() and (values(second) == -2.0).all()
+    assert (values(bench.one(Probe, 4)) == -1.0).all(), "the other slot's push has changed nothing in this one"
+    assert bench.push(6, version=2, slot=0).code == "NO_SNAPSHOT", "that one is in slot 1"
+
+
+def test_a_push_is_answered_without_parameters_once_its_slot_holds_newer_ones() -> None:
+    bench = Bench()
+    bench.ask(Pull, 2)
+    bench.push(3, version=0), bench.push(4, version=1)
+    again = bench.push(3, version=0)
+    assert (type(again), again.version, again.params) == (Ack, 1, ())
+    assert bench.shard.version == 2
+
+
+@pytest.mark.parametrize("config", [CONFIG, TWO_SLOTS], ids=["one", "two"])
+def test_there_are_inflight_plus_one_slots(config: ShardConfig) -> None:
+    bench = Bench(config)
+    beyond = config.inflight + 1
+    assert bench.one(Pull, 2, slot=beyond).code == "BAD_FIELD"
+    bench.ask(Pull, 3, slot=config.inflight)
+    assert bench.push(4, version=0, slot=beyond).code == "BAD_FIELD"
+    assert isinstance(bench.push(5, version=0, slot=config.inflight), Ack)
+
+
+def test_parts_of_two_pushes_are_staged_side_by_side() -> None:
+    bench = Bench(TWO_SLOTS)
+    bench.ask(Pull, 2, slot=0), bench.ask(Pull, 3, slot=1)
+    half = {"grads": (np.ones(SIZE // 2, np.float32),), "commit": False}
+    rest = {"grads": (np.ones(SIZE - SIZE // 2, np.float32),), "offset": SIZE // 2}
+    for seq in (4, 5):
+        assert bench.ask(Push, seq, version=0, slot=seq - 4, **{**a_push(1.0, seq), **half}) == []
+    for seq in (4, 5):
+        assert isinstance(bench.one(Push, seq, version=0, slot=seq - 4, **{**a_push(1.0, seq), **rest}), Ack)
+    assert bench.shard.version == 2 and (bench.shard.values.params == -2.0).all()
+
+
+# ---- shared memory ---------------------------------------------------------------------------------------
+
+
+class Near(Bench):
+    """A shard that has opened Ann's region."""
+
+    def __init__(self, config: ShardConfig = CONFIG) -> None:
+        super().__init__(config)
+        self.plan = RegionPlan(SIZE, config.inflight + 1)
+        self.region = replace(private_region(self.plan), token=b"proof")
+        self.share = self.offer()
+        assert self.share == Share("r", self.plan, create=False)
+        (self.attached,) = self.open(self.region)
+
+    def offer(self, seq: int = 2, **fields: Any) -> Any:
+        """The one effect of an offer."""
+        ids = {"run": RUN, "shard": 0, "worker": 0, "incarnation": ANN, "seq": seq}
+        attach = Attach(**{**ids, "name": "r", "slots": self.plan.num_slots, **fields})
+        (effect,) = self.shard.on_message(0.0, ("route", ANN), attach)
+        return effect
+
+    def open(self, result: Any) -> list[Any]:
+        return self.put(self.shard.on_done(0.0, Computed(self.share, result)))
+
+
+def test_an_offered_region_is_opened_and_the_answer_proves_it() -> None:
+    bench = Near()
+    assert isinstance(bench.attached, Attached) and bench.attached.token == b"proof"
+    again = bench.offer()
+    assert isinstance(again.message, Attached) and again.message.token == b"proof", "asked again it answers again"
+    assert bench.offer(seq=3, name="another").message.code == "NO_ARENA"
+    assert bench.offer(seq=3, slots=2).message.code == "BAD_FIELD"
+
+
+def test_in_shared_memory_gradient_and_parameters_stay_where_they_are() -> None:
+    bench = Near()
+    pulled = bench.one(Pull, 3)
+    assert (pulled.shared, pulled.params) == (True, ()) and pulled.stats.size == 16
+    bench.region.grads[0][:] = 3.0
+    ack = bench.push(4, version=0, grads=(), shared=True)
+    assert (type(ack), ack.shared, ack.params, ack.version) == (Ack, True, (), 1)
+    assert (bench.region.params[0] == -3.0).all() and (bench.shard.values.params == -3.0).all()
+    (seen,) = bench.ask(Observe, 5)
+    assert (values(seen) == -3.0).all() and not seen.shared, "an observer has no region"
+
+
+def test_an_update_is_written_to_the_slot_of_its_push_and_to_no_other() -> None:
+    bench = Near(TWO_SLOTS)
+    bench.ask(Pull, 3, slot=1)
+    bench.region.params[0][:] = 9.0
+    bench.region.grads[1][:] = 1.0
+    bench.push(4, version=0, grads=(), shared=True, slot=1)
+    assert (bench.region.params[1] == -1.0).all() and (bench.region.params[0] == 9.0).all()
+
+
+def test_who_shares_no_memory_cannot_say_that_its_gradient_lies_there() -> None:
+    bench = Bench()
+    bench.ask(Pull, 2)
+    assert bench.push(3, version=0, grads=(), shared=True).code == "NO_ARENA"
+    assert bench.shard.version == 0
+
+
+def test_a_region_that_cannot_be_opened_is_refused_and_data_travels() -> None:
+    bench = Near()
+    bench.admit(BOB)
+    share = bench.offer(worker=BOB - ANN, incarnation=BOB, name="gone")
+    refused = bench.put(bench.shard.on_done(0.0, Computed(share, SharedMemoryError("no region gone"))))
+    assert [(m.code, m.text) for m in refused] == [("NO_ARENA", "no region gone")]  # type: ignore[attr-defined]
+    assert values(bench.one(Pull, 3, BOB)).size == SIZE
+
+
+def test_with_the_end_of_a_life_its_region_is_closed() -> None:
+    bench = Near()
+    effects = bench.shard.on_message(0.0, BROKER, Fence(run=RUN, shard=0, worker=0, incarnation=ANN))
+    assert Unshare("r") in effects
+
+
+def test_memory_that_is_shared_is_not_the_shards() -> None:
+    bench, alone = Near(), Bench()
+    for b in (bench, alone):
+        b.ask(Pull, 3)
+    assert alone.shard.facts()["resident_bytes"] - bench.shard.facts()["resident_bytes"] >= 4 * SIZE
+
+
+# ---- compression -----------------------------------------------------------------------------------------
+
+
+def compressed(codec: str, grad: Array, offset: int = 0) -> dict[str, Any]:
+    packed = encode(Compression(codec, 0.25), grad)
+    return {"grads": (), "codec": codec, "packed": packed, "count": grad.size, "offset": offset}
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "topk"])
+def test_a_compressed_push_is_applied_as_what_it_unpacks_to(codec: str) -> None:
+    grad = np.random.default_rng(2).standard_normal(SIZE).astype(np.float32)
+    bench, plain = Bench(), Bench()
+    bench.ask(Pull, 2), plain.ask(Pull, 2)
+    unpacked = np.zeros(SIZE, np.float32)
+    decode(codec, encode(Compression(codec, 0.25), grad), unpacked)
+    ack = bench.push(3, version=0, **compressed(codec, grad))
+    expected = plain.push(3, version=0, grads=(unpacked,))
+    assert values(ack).tobytes() == values(expected).tobytes() and np.abs(values(ack)).max() > 0
+
+
+def test_compressed_parts_are_put_together() -> None:
+    bench = Bench()
+    bench.ask(Pull, 2)
+    halves = [np.full(SIZE // 2, 2.0, np.float32), np.full(SIZE - SIZE // 2, 4.0, np.float32)]
+    first = {**a_push(0, 3), **compressed("bf16", halves[0]), "commit": False, "part": 0, "parts": 2}
+    assert bench.ask(Push, 3, version=0, **first) == []
+    ack = bench.push(3, version=0, **compressed("bf16", halves[1], SIZE // 2), part=1, parts=2)
+    assert (values(ack) == -np.concatenate(halves)).all()
+
+
+def test_a_late_part_of_a_given_up_push_leaves_the_compressed_one_that_is_staged_alone() -> None:
+    bench = Bench()
+    bench.ask(Pull, 2)
+    half = SIZE // 2
+    first, rest = np.full(half, 2.0, np.float32), np.full(SIZE - half, 4.0, np.float32)
+    parts = {"commit": False, "part": 0, "parts": 2}
+    bench.ask(Push, 4, version=0, **{**a_push(0, 4), **compressed("bf16", first), **parts})
+    late = {**a_push(0, 3), **compressed("bf16", np.full(half, 99.0, np.float32)), **parts}
+    assert bench.one(Push, 3, version=0, **late).code == "OLD_SEQ"
+    ack = bench.push(4, version=0, **compressed("bf16", rest, half), part=1, parts=2)
+    assert (values(ack) == -np.concatenate([first, rest])).all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"codec": "zip"},
+        {"count": SIZE - 1},
+        {"count": SIZE + 16},
+        {"offset": 4},
+        {"count": 1 << 62},
+        {"packed": ()},
+        {"packed": (np.zeros(SIZE, np.float32),)},
+        {"grads": (np.ones(SIZE, np.float32),)},
+    ],
+    ids=str,
+)
+def test_what_does_not_unpack_is_refused_and_changes_nothing(fields: dict[str, Any]) -> None:
+    bench = Bench()
+    bench.ask(Pull, 2)
+    body = {**compressed("bf16", np.ones(SIZE, np.float32)), **fields}
+    assert bench.push(3, version=0, **body).code in ("BAD_SHAPE", "TOO_LARGE")
+    assert bench.shard.version == 0
+    assert isinstance(bench.push(4, version=0), Ack)
+
+
+def test_what_unpacks_to_something_not_finite_is_refused() -> None:
+    bench = Bench()
+    bench.ask(Pull, 2)
+    grad = np.ones(SIZE, np.float32)
+    grad[5] = np.inf
+    assert bench.push(3, version=0, **compressed("bf16", grad)).code == "NONFINITE"
+
+
+def test_a_compressed_answer_is_the_difference_to_what_was_sent_before_and_comes_whole_when_repeated() -> None:
+    bench = Bench(replace(CONFIG, pull=Compression("bf16")))
+    theirs = values(bench.one(Pull, 2)).copy()
+    ack = bench.push(3, version=0, grad=1.001)
+    assert (ack.codec, ack.params, ack.count) == ("bf16", (), SIZE)
+    decode_onto(ack.codec, ack.packed, theirs)
+    again = bench.push(3, version=0, grad=1.001)
+    assert again.codec == "" and values(again).tobytes() == theirs.tobytes()
+    assert (bench.shard.values.params != theirs).all(), "the difference lacks some bits, and the snapshot knows it"
 
 
 # ---- clocks and buffers ----------------------------------------------------------------------------------

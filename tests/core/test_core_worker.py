@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.messages import (
     Ack,
     Array,
+    Attach,
+    Attached,
     Bye,
     Done,
     Err,
@@ -29,8 +32,10 @@ from zasgd.core.messages import (
     StopMsg,
     Welcome,
 )  # fmt: skip
-from zasgd.core.node import BROKER, Compute, Computed, Dial, Effect, Note, Send, Stop, shard_peer
-from zasgd.core.worker import Failed, Gradient, GradientTask, Phase, Worker, WorkerConfig
+from zasgd.core.node import BROKER, Compute, Computed, Dial, Effect, Note, Send, Share, Stop, Unshare, shard_peer
+from zasgd.core.region import Region, RegionPlan, SharedMemoryError, private_region
+from zasgd.core.transfer import Gradient
+from zasgd.core.worker import Failed, GradientTask, Phase, Worker, WorkerConfig
 
 RUN, ME = 5, 3
 LAYOUT = Layout((TensorSpec("w", (64,)), TensorSpec("m", (16,), section="stats")))
@@ -48,14 +53,15 @@ def vectors() -> dict[str, Array]:
 class Seat:
     """A worker between a broker and two shards that the test plays."""
 
-    def __init__(self, joined: bool = True, **config: Any) -> None:
+    def __init__(self, joined: bool = True, hosts: tuple[str, ...] = ("", ""), **config: Any) -> None:
+        """hosts: where the shards run."""
         self.now = 0.0
         self.worker = Worker(0.0, b"t", WorkerConfig(**config), LAYOUT, 1000, vectors)
         self.effects: list[Effect] = []
         self.renewals = 0
         if joined:
             (hello,) = self.timers(Hello)
-            self.broker(welcome(hello.token))
+            self.broker(welcome(hello.token, hosts=hosts))
 
     def take(self, effects: list[Effect]) -> list[Effect]:
         self.worker.validate()
@@ -82,8 +88,8 @@ class Seat:
     def done(self, finite: bool = True) -> list[Effect]:
         task = self.worker.task
         assert task is not None
-        found = Gradient(np.ones(64, np.float32), np.ones(16, np.float32), np.empty(0, np.int64), 10, 0.5, finite)
-        return self.take(self.worker.on_done(self.now, Computed(task, found)))
+        task.memory.grads[:] = 1
+        return self.take(self.worker.on_done(self.now, Computed(task, gradient_of(task, finite))))
 
     def timers(self, kind: type[Message]) -> list[Any]:
         """Let the next timer fire; its messages of `kind`."""
@@ -99,13 +105,18 @@ class Seat:
         return found
 
 
-def welcome(token: bytes, incarnation: int = ME) -> Welcome:
-    where = {"endpoints": ("tcp://a:1", "tcp://b:2"), "data_port": 7471}
+def welcome(token: bytes, incarnation: int = ME, hosts: tuple[str, ...] = ("", "")) -> Welcome:
+    where: dict[str, Any] = {"endpoints": ("tcp://a:1", "tcp://b:2"), "hosts": hosts, "data_port": 7471}
     return Welcome(run=RUN, worker=1, incarnation=incarnation, token=token, num_shards=2, lease_s=10.0, **where)
 
 
 def sent(effects: list[Effect], kind: type[Message]) -> list[Any]:
     return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
+
+
+def gradient_of(task: GradientTask, finite: bool = True) -> Gradient:
+    """What lies in the task's memory, as the mean of ten samples."""
+    return Gradient(task.memory.grads, np.ones(16, np.float32), np.empty(0, np.int64), 10, 0.5, finite)
 
 
 def computed(effects: list[Effect]) -> list[GradientTask]:
@@ -118,7 +129,7 @@ def computing(num_grants: int = 2, **config: Any) -> Seat:
     seat.grant(*BATCHES[:num_grants])
     seat.params(0)
     (task,) = computed(seat.params(1))
-    assert task.grants[0] == BATCHES[0] and len(task.pieces) == 3
+    assert task.grants[0] == BATCHES[0] and (task.memory.params == 0).all() and (task.memory.stats == 0).all()
     return seat
 
 
@@ -195,7 +206,7 @@ def test_a_step_pulls_computes_pushes_to_every_shard_and_goes_on_with_what_comes
     seat.params(1, 8, Ack, lag=4)
     (task,) = computed(seat.params(0, 1, Ack, lag=2))
     assert task.grants[0] == BATCHES[1]
-    assert {values.flat[0] for section, _, values in task.pieces if section == "params"} == {1.0, 8.0}
+    assert (task.memory.params == np.repeat([1.0, 8.0], 32)).all() and (task.memory.stats == 1.0).all()
     assert (seat.worker.steps, seat.worker.lags) == (1, {0: 2, 1: 4})
 
 
@@ -247,10 +258,10 @@ def test_a_push_that_some_shards_refuse_is_torn_and_one_that_all_refuse_is_refus
 def test_the_result_of_a_former_task_is_nobodys_gradient() -> None:
     seat = computing()
     stale = seat.worker.task
+    assert stale is not None
     seat.broker(Err(run=RUN, incarnation=ME, code="FENCED", text="its lease ran out"))
     assert seat.worker.phase is Phase.JOINING
-    found = Gradient(np.ones(64, np.float32), np.ones(16, np.float32), np.empty(0, np.int64), 10, 0.5, True)
-    assert seat.take(seat.worker.on_done(seat.now, Computed(stale, found))) == []
+    assert seat.take(seat.worker.on_done(seat.now, Computed(stale, gradient_of(stale)))) == []
 
 
 @pytest.mark.parametrize(("step_s", "ahead"), [(0.004, 32), (0.05, 10), (0.3, 2), (2.0, 1)])
@@ -290,6 +301,141 @@ def test_a_lost_answer_with_grants_is_repaired_and_none_is_computed_twice() -> N
     seat.grant(*BATCHES[:3], base=0)
     assert list(seat.worker.grants) == BATCHES[1:3]
     assert seat.grant(*BATCHES[50:], seq=1) == [], "an answer to an older renewal"
+
+
+# ---- two slots -------------------------------------------------------------------------------------------
+
+
+def test_with_a_push_on_its_way_it_computes_on_the_other_slot() -> None:
+    seat = computing(num_grants=4, inflight=1)
+    first = seat.worker.task
+    effects = seat.done()
+    pushed = {m.seq for m in sent(effects, Push)}
+    assert [m.slot for m in sent(effects, Push)] == [0, 0] and [m.slot for m in sent(effects, Pull)] == [1, 1]
+    seat.params(0, 1)
+    (second,) = computed(seat.params(1, 1))
+    assert second.grants[0] == BATCHES[1] and (second.memory.params == 1.0).all()
+    assert first is not None and not np.may_share_memory(first.memory.params, second.memory.params)
+    (seq,) = pushed
+    assert seat.params(0, 2, Ack, seq=seq) == []
+    assert sent(seat.params(1, 2, Ack, seq=seq), Push) == [] and seat.worker.steps == 1
+    assert (second.memory.params == 1.0).all(), "an answer to the other slot is no change to what is computed on"
+    effects = seat.done()
+    assert [(m.slot, m.version) for m in sent(effects, Push)] == [(1, 1), (1, 1)]
+    (third,) = computed(effects)
+    assert (third.memory.params == 2.0).all() and third.memory is first.memory
+
+
+def test_no_more_pushes_are_out_than_there_are_slots() -> None:
+    seat = computing(num_grants=4, inflight=1)
+    seat.done()
+    seat.params(0, 1), seat.params(1, 1)
+    assert computed(seat.done()) == [] and seat.worker.phase is Phase.PUSHING
+    assert sent(seat.effects, Pull) == []
+
+
+def test_leaving_waits_for_both_pushes() -> None:
+    seat = computing(num_grants=4, inflight=1)
+    (seq,) = {m.seq for m in sent(seat.done(), Push)}
+    seat.params(0, 1), seat.params(1, 1)
+    seat.take(seat.worker.leave(seat.now, "SIGTERM"))
+    assert len(sent(seat.done(), Push)) == 2
+    seat.params(0, 2, Ack), seat.params(1, 2, Ack)
+    assert seat.worker.phase is Phase.PUSHING
+    seat.params(0, 1, Ack, seq=seq)
+    (bye,) = sent(seat.params(1, 1, Ack, seq=seq), Bye)
+    assert {p.grants for p in bye.final} == {(BATCHES[0],), (BATCHES[1],)}
+
+
+# ---- shared memory ---------------------------------------------------------------------------------------
+
+
+def sharing(**config: Any) -> tuple[Seat, Share]:
+    """A worker on the host of shard 0, and the memory that it asks for."""
+    seat = Seat(hosts=("here", "there"), **{"host": "here", **config})
+    (share,) = (e for e in seat.effects if isinstance(e, Share))
+    return seat, share
+
+
+def with_region(seat: Seat, share: Share) -> Region:
+    region = replace(private_region(share.plan), token=b"proof")
+    seat.take(seat.worker.on_done(seat.now, Computed(share, region)))
+    return region
+
+
+def test_shards_of_its_host_are_dialled_and_offered_memory_before_anything_is_computed() -> None:
+    seat, share = sharing()
+    assert [e.endpoint for e in seat.effects if isinstance(e, Dial)] == ["tcp://a:1", "tcp://*:7471"]
+    assert share.create and share.plan == RegionPlan(64, 1)
+    seat.grant(*BATCHES[:2])
+    assert seat.worker.phase is Phase.IDLE, "there is no memory yet"
+    with_region(seat, share)
+    assert [(m.shard, m.name, m.slots) for m in sent(seat.effects, Attach)] == [(0, share.name, 1), (1, share.name, 1)]
+    assert seat.worker.phase is Phase.ATTACHING
+
+
+def test_what_is_shared_does_not_travel_and_what_is_not_does() -> None:
+    seat, share = sharing()
+    region = with_region(seat, share)
+    seat.shard(0, Attached, token=b"proof")
+    seat.shard(1, Err, code="NO_ARENA")
+    assert seat.worker.data_path == "arena+relay"
+    seat.grant(*BATCHES[:2])
+    region.params[0][:32] = 7.0
+    seat.shard(0, Params, version=3, shared=True, stats=np.zeros(16, np.float32))
+    (task,) = computed(seat.params(1, 4))
+    assert task.memory.params is region.params[0]
+    assert (task.memory.params == np.repeat([7.0, 4.0], 32)).all()
+    near, far = sent(seat.done(), Push)
+    assert (near.shared, near.grads, near.commit, near.version) == (True, (), True, 3)
+    assert (far.shared, far.commit) == (False, True) and (far.grads[0] == 1.0).all()
+    seat.shard(0, Ack, version=4, shared=True)
+    assert len(computed(seat.params(1, 5, Ack))) == 1, "nothing is missing"
+
+
+def test_a_shard_that_has_read_something_else_has_other_memory() -> None:
+    seat, share = sharing()
+    with_region(seat, share)
+    seat.shard(0, Attached, token=b"something else")
+    effects = seat.shard(1, Err, code="NO_ARENA")
+    assert seat.worker.attached == set() and seat.worker.data_path == "direct+relay"
+    assert [e.name for e in effects if isinstance(e, Unshare)] == [share.name], "memory that nobody shares is given back"
+
+
+def test_without_shared_memory_data_travels_and_a_note_says_why() -> None:
+    seat, share = sharing()
+    effects = seat.take(seat.worker.on_done(seat.now, Computed(share, SharedMemoryError("/dev/shm is full"))))
+    (note,) = (e for e in effects if isinstance(e, Note))
+    assert (note.event, note.fields["why"]) == ("arena_refused", "/dev/shm is full")
+    assert sent(effects, Attach) == [] and sent(seat.grant(*BATCHES[:2]), Pull)
+
+
+def test_a_shard_that_does_not_answer_the_offer_is_reached_through_the_relay_after_two_seconds() -> None:
+    seat, share = sharing()
+    with_region(seat, share)
+    seat.shard(1, Err, code="NO_ARENA")
+    effects = seat.until(seat.now + 2.1)
+    assert [(e.peer, e.endpoint) for e in effects if isinstance(e, Dial)] == [(shard_peer(0), "tcp://*:7471")]
+    assert seat.worker.phase is Phase.IDLE and seat.worker.data_path == "relay"
+    assert seat.shard(0, Attached, token=b"proof") == [] and seat.worker.attached == set(), "too late"
+
+
+@pytest.mark.parametrize(("data_path", "asked"), [("auto", False), ("arena", True), ("direct", False), ("relay", False)])
+def test_memory_is_asked_for_where_the_data_path_says(data_path: str, asked: bool) -> None:
+    """Of shards on another host only `arena` tries: a container may share memory under another name."""
+    seat = Seat(hosts=("there", "elsewhere"), host="here", data_path=data_path)
+    assert any(isinstance(e, Share) for e in seat.effects) is asked
+
+
+def test_a_fenced_life_ends_with_its_memory() -> None:
+    seat, share = sharing()
+    with_region(seat, share)
+    seat.shard(0, Attached, token=b"proof"), seat.shard(1, Err, code="NO_ARENA")
+    seat.broker(Err(run=RUN, incarnation=ME, code="FENCED", text="its lease ran out"))
+    (hello,) = seat.timers(Hello)
+    effects = seat.broker(welcome(hello.token, ME + 1, hosts=("here", "there")))
+    (again,) = (e for e in effects if isinstance(e, Share))
+    assert again.name != share.name and seat.worker.attached == set()
 
 
 # ---- trouble ---------------------------------------------------------------------------------------------

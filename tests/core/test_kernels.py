@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import platform
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import types
 
 from zasgd.core import kernels
 from zasgd.core.kernels import Vector, all_finite
@@ -56,6 +58,13 @@ CASES = [
     if not refusal(rule, groups) and not (rule.is_local and groups in SETS[1:3])
 ]
 """Every rule with every set of groups that it can train; local rules leave nothing of a group but whether it moves."""
+APART = [
+    (rule, shard_groups(rule, groups))
+    for rule in map(RuleSpec, RULES)
+    for groups in (next(groups for groups in SETS if not refusal(rule, groups)), SETS[4])
+    if not refusal(rule, groups)
+]
+"""Each rule with SGD, and with AdamW if it can: to be compiled for a snapshot that what is sent does not replace, too."""
 
 
 def covering(size: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
@@ -212,7 +221,8 @@ class Pair:
         else:
             how |= {"weight": push.weight, "num_workers": push.num_workers}
             self.reference.apply(wide, pieces, push.known, push.lr, expected, own=push.own, **how)
-            self.optimizer.apply(self.w, pieces, known, push.lr, out, own=own, **how)
+            out[:] = known  # what is sent takes the snapshot's place, as in a shard
+            self.optimizer.apply(self.w, pieces, out, push.lr, out, own=own, **how)
         self.compare({"w": self.w, "out": out}, {"w": wide, "out": expected}, own, push)
 
     def taken_over(self, pushed: Vector, known: Vector, own: Vector | None) -> tuple[Vector, Push]:
@@ -297,14 +307,13 @@ def alone(rule: RuleSpec, groups: Sequence[GroupSpec], steps: int = 20) -> tuple
     cuts = [Segment(a, b, i % len(groups), i) for i, (a, b) in enumerate(covering(size, [100, 200]))]
     optimizer = ShardOptimizer(rule, groups, cuts, size)
     w, gradients = draws(size, steps, seed=4)
-    sent, out, own = w.copy(), w.copy(), optimizer.new_own()
+    sent, own = w.copy(), optimizer.new_own()
     for gradient in gradients:
         if rule.needs_accumulator:
             optimizer.accumulate(w, [(0, gradient)], sent)
-            optimizer.apply_sum(w, 0.1, out, total_share=1.0)
+            optimizer.apply_sum(w, 0.1, sent, total_share=1.0)
         else:
-            optimizer.apply(w, [(0, gradient)], sent, 0.1, out, own=own)
-        sent, out = out, sent
+            optimizer.apply(w, [(0, gradient)], sent, 0.1, sent, own=own)
     return w, optimizer
 
 
@@ -329,6 +338,34 @@ def test_without_lag_no_stage_and_no_mode_changes_a_bit(rule: RuleSpec, groups: 
     assert_same_bits(ours, plain)
     for name, vector in expected.state.items():
         assert_same_bits(optimizer.state[name], vector)
+
+
+@pytest.mark.parametrize(("rule", "groups"), APART, ids=lambda value: getattr(value, "name", None))
+def test_what_is_sent_replaces_the_snapshot_to_the_same_bits_as_beside_it(
+    rule: RuleSpec, groups: tuple[GroupSpec, ...]
+) -> None:
+    """Three workers in turn, so that snapshots are old; parameters, state, momentum and what is sent after each push."""
+    size, cut = 333, 150
+    segments = [Segment(a, b, i % len(groups), i) for i, (a, b) in enumerate(covering(size, [100, 200]))]
+    one, other = (ShardOptimizer(rule, groups, segments, size) for _ in range(2))
+    start, pushed = draws(size, 30, seed=3)
+    w, w_apart = start.copy(), start.copy()
+    sent, sent_apart = ([start.copy() for _ in range(3)] for _ in range(2))
+    own, own_apart = ([optimizer.new_own() for _ in range(3)] for optimizer in (one, other))
+    for step, values in enumerate(pushed):
+        who, out = step % 3, np.full(size, np.nan, np.float32)
+        pieces = [(0, values[:cut]), (cut, values[cut:])]
+        how: dict[str, Any] = {"lag": min(step, 2), "num_workers": 3, "absent": frozenset({1} if step % 5 == 4 else ())}
+        before = sent_apart[who].copy()
+        one.apply(w, pieces, sent[who], 0.1, sent[who], own=own[who], **how)
+        other.apply(w_apart, pieces, sent_apart[who], 0.1, out, own=own_apart[who], **how)
+        assert_same_bits(sent_apart[who], before)
+        sent_apart[who] = out
+        both = [(w, w_apart), (sent[who], out), (own[who], own_apart[who])]
+        for a, b in both + [(one.state[name], vector) for name, vector in other.state.items()]:
+            if a is not None and b is not None:
+                assert_same_bits(a, b)
+    assert np.isfinite(w).all() and (w != start).any() and (one.new_own() is None) == (own[0] is None)
 
 
 def test_the_worker_of_dana_keeps_the_bits_of_plain_momentum() -> None:
@@ -403,9 +440,11 @@ COMPILED = (kernels.sweep, kernels.gather, kernels.look_ahead, kernels.elastic, 
 
 
 def warm_every_rule() -> None:
-    """Compile every kernel that any case of EVERY_RULE calls."""
+    """Compile every kernel that any case of EVERY_RULE calls, and those of APART."""
     for rule, groups in CASES:
         ShardOptimizer(rule, groups, [], 0).warm()
+    for rule, groups in APART:
+        ShardOptimizer(rule, groups, [], 0).warm(in_place=False)
 
 
 # packed arithmetic; conversions to or from float64 and roots in it
@@ -436,6 +475,25 @@ def test_every_combination_is_packed_float32(kernel: Any) -> None:
 
 
 @known_processor
+def test_an_update_in_place_is_a_packed_loop_of_its_own() -> None:
+    """Given as `known` and as `sent` one vector would overlap itself, and the loop that checks for it runs unpacked."""
+    names = list(inspect.signature(kernels.sweep.py_func).parameters)
+    places = [names.index(name) for name in ("known", "sent", "in_place")]
+    packed, float64 = INSTRUCTIONS[platform.machine()]
+    warm_every_rule()
+    found = {True: 0, False: 0}
+    for signature in kernels.sweep.signatures:
+        known, sent, in_place = (signature[place] for place in places)
+        if known == types.none:
+            continue
+        found[in_place != types.none] += 1
+        assert (in_place == types.none) == (sent != types.none) == (not known.mutable), signature
+        assembly = loop_assembly(kernels.sweep, signature)
+        assert re.search(packed, assembly) and not re.search(float64, assembly), signature
+    assert found[True] >= 20 and found[False] >= 8, found
+
+
+@known_processor
 def test_one_literal_of_python_would_be_seen_in_the_assembly() -> None:
     planted = kernels.njit(error_model="numpy", fastmath=False)(promoted)
     planted(np.ones(8, np.float32))
@@ -447,7 +505,7 @@ def test_one_literal_of_python_would_be_seen_in_the_assembly() -> None:
 def test_the_default_division_check_would_be_seen_in_the_assembly() -> None:
     planted = kernels.njit(kernels.sweep.py_func)
     ones, one = np.ones(8, np.float32), np.float32(1)
-    vectors = (ones.copy(), ones, ones, ones.copy(), ones.copy(), None, None, None, None)
+    vectors = (ones.copy(), ones, ones.copy(), None, True, ones.copy(), None, None, None, None)
     planted(*vectors, one, one, None, one, (one, one), None, one, None, one, None, None)
     packed, _ = INSTRUCTIONS[platform.machine()]
     assert not re.search(packed, loop_assembly(planted, planted.signatures[0]))
@@ -473,8 +531,21 @@ def test_warm_compiles_all_that_pushes_of_any_kind_call(rule: RuleSpec, groups: 
     assert all_finite(frame) and all_finite(out * 0)
     pair.optimizer.outgoing(pair.w, 0.1, out)
     if not rule.needs_accumulator:
-        pair.optimizer.apply(pair.w, [(0, frame)], frame, 0.1, out, own=pair.owns[0])
+        pair.optimizer.apply(pair.w, [(0, frame)], out, 0.1, out, own=pair.owns[0])
     assert compiled == [len(kernel.signatures) for kernel in (*COMPILED, kernels.largest_magnitude)]
+
+
+@pytest.mark.parametrize(("rule", "groups"), APART, ids=lambda value: getattr(value, "name", None))
+def test_warm_knows_snapshots_that_stay_what_they_were(rule: RuleSpec, groups: tuple[GroupSpec, ...]) -> None:
+    size = 64 * len(groups)
+    optimizer = ShardOptimizer(rule, groups, [Segment(64 * i, 64 * (i + 1), i, i) for i in range(len(groups))], size)
+    optimizer.warm(in_place=False)
+    compiled = [len(kernel.signatures) for kernel in COMPILED]
+    frame = np.frombuffer(bytes(8) + np.ones(size, np.float32).tobytes(), np.float32, offset=8)
+    w, out = np.ones((2, size), np.float32)
+    for known in (frame, frame.copy()):
+        optimizer.apply(w, [(0, frame)], known, 0.1, out, own=optimizer.new_own(), num_workers=2)
+    assert compiled == [len(kernel.signatures) for kernel in COMPILED]
 
 
 # ---- what it costs -----------------------------------------------------------------------------------
@@ -543,7 +614,8 @@ def test_a_tensor_without_gradient_keeps_its_parameters_and_its_state(
             optimizer.accumulate(w, [(0, g)], known, absent=absent | {2})
             optimizer.apply_sum(w, 0.1, out, total_share=2.0)
         else:
-            optimizer.apply(w, [(0, g)], known, 0.1, out, own=own, absent=absent)
+            out[:] = known
+            optimizer.apply(w, [(0, g)], out, 0.1, out, own=own, absent=absent)
     after = [v[gone] for v in (w, own, *optimizer.state.values()) if v is not None]
     for a, b in zip(before, after, strict=True):
         assert_same_bits(a, b)
@@ -622,17 +694,6 @@ def test_warming_leaves_the_state_alone() -> None:
     fresh, warmed = (ShardOptimizer(RuleSpec(), GROUPS[1:2], [Segment(0, 9, 0)], 9) for _ in range(2))
     warmed.warm()
     np.testing.assert_array_equal(apply_once(warmed), apply_once(fresh))
-
-
-def test_what_is_sent_may_replace_the_snapshot_in_place() -> None:
-    apart, in_place = (ShardOptimizer(RuleSpec(), GROUPS[4:], [Segment(0, 99, 0)], 99) for _ in range(2))
-    rng = np.random.default_rng(3)
-    w, g, known = rng.standard_normal((3, 99), dtype=np.float32)
-    other, out = w.copy(), np.empty_like(w)
-    apart.apply(w, [(0, g)], known, 0.1, out)
-    in_place.apply(other, [(0, g)], known, 0.1, known)
-    np.testing.assert_array_equal(other, w)
-    np.testing.assert_array_equal(known, out)
 
 
 def test_asgd_needs_no_snapshot_and_the_others_do() -> None:

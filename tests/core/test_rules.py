@@ -351,14 +351,13 @@ def alone(
 ) -> Vector:
     """The parameters after one worker that always computes on what it was sent last."""
     optimizer = ShardOptimizer(rule, groups, cuts, start.size)
-    w, sent, back = start.copy(), start.copy(), np.empty_like(start)
+    w, sent = start.copy(), start.copy()
     for gradient, lr in zip(gradients, rates, strict=True):
         if rule.mode == "async":
-            optimizer.apply(w, [(0, gradient)], sent, lr, back)
+            optimizer.apply(w, [(0, gradient)], sent, lr, sent)
         else:
             optimizer.accumulate(w, [(0, gradient)], sent)
-            optimizer.apply_sum(w, lr, back, total_share=1.0)
-        sent, back = back, sent
+            optimizer.apply_sum(w, lr, sent, total_share=1.0)
     assert_same_bits(w, sent)
     return w
 
@@ -467,10 +466,9 @@ def lagging(
         if rule.mode == "async":
             weight = 1.0 if t % 7 else 0.5
             optimizer.apply(
-                w, [(0, values)], sent[turn], 0.05, back,
+                w, [(0, values)], sent[turn], 0.05, sent[turn],
                 lag=lag, weight=weight, own=owns[turn], num_workers=3, absent=absent,
             )  # fmt: skip
-            sent[turn] = back
             continue
         optimizer.accumulate(w, [(0, values)], sent[turn], lag=lag, share=1.0, absent=absent)
         if turn == 2:

@@ -18,7 +18,6 @@ import pytest
 
 from zasgd.core import wire
 from zasgd.core.compress import Compression
-from zasgd.core.exchange import Exchange
 from zasgd.core.messages import Ack, Array, Attached, Grant, Kind, Message, Params, Push
 from zasgd.core.node import Compute, Computed, Effect, InvariantError, Node, PeerId, require
 from zasgd.core.parameters import ShardConfig
@@ -29,23 +28,27 @@ from zasgd.core.schedule import Schedule
 from zasgd.core.shard import _SERVED, Shard
 from zasgd.core.snapshot import Client, Snapshot
 from zasgd.core.transfer import Gradient, Pusher, take
-from zasgd.core.worker import GradientTask, Worker, WorkerConfig
+from zasgd.core.worker import GradientTask, Slot, Worker
 from zasgd.sim.cluster import RUN, Cluster, Plan, small_layout
 from zasgd.sim.faults import Faults, Kill, Link, Pause, Tamper, scattered_kills
 from zasgd.sim.invariants import Observer, Tallies
 from zasgd.sim.problems import Gradients, Quadratic, RecordedTimes, SimulatedWork, Tally, TaskTimes, UniformTimes
 from zasgd.sim.world import Violation
 
+EPOCHS = 3
 SMALL = Plan(
-    num_workers=3, num_samples=128, batch_size=8, epochs=4, step_s=1.0, layout=small_layout(64),
+    num_workers=3, num_samples=128, batch_size=8, epochs=EPOCHS, step_s=1.0, layout=small_layout(64),
     rule=RuleSpec("asgd"), groups=(GroupSpec(), GroupSpec()), lr=1.0,
 )  # fmt: skip
 """Plain ASGD at lr 1 on two shards of 32 elements: with Tally each applied push adds 1 to its batch's element."""
 DELAYED = {"rule": RuleSpec("dc-asgd-a"), "groups": (GroupSpec(momentum=0.9, nesterov=True), GroupSpec()), "lr": 0.02}
-ALL = Tallies(once=512, torn=0, none=0)
+ALL = Tallies(once=128 * EPOCHS, torn=0, none=0)
+NUM_BATCHES = 16 * EPOCHS
 NONE, TOP = Compression(), Compression("topk", 0.01)
 CODECS = [Compression("bf16"), Compression("fp16"), Compression("int8"), Compression("topk", 0.1)]
-SPEEDS = RecordedTimes({"worker-0": [1.0], "worker-1": [1.37], "worker-2": [1.71]})
+SPEEDS = RecordedTimes({"worker-0": [1.1], "worker-1": [1.45], "worker-2": [1.93]})
+STEADY = Link(jitter_s=0.0)
+"""With SPEEDS and workers that begin seconds apart, messages more or fewer change no order of pushes."""
 SLOW_LINE = Link(latency_s=0.25)
 
 
@@ -61,17 +64,14 @@ class Slots:
         self.lags: dict[int, list[int]] = defaultdict(list)
         self.order: dict[int, list[tuple[int, tuple[Grant, ...], int]]] = defaultdict(list)
         self.codecs: Counter[tuple[str, str]] = Counter()
-        self.bulk: Counter[tuple[str, str, bool]] = Counter()
+        self.bulk: Counter[tuple[str, int, bool]] = Counter()
         self.parts: set[tuple[int, int]] = set()
         self.commits: set[tuple[int, int]] = set()
         self._still: dict[tuple[str, int, int, str], bytes] = {}
 
     def handled(self, at_s: float, name: str, node: Node, message: Message | None, effects: list[Effect]) -> None:
-        """Look at a worker that begins to compute, a shard that applies, and at everything that must not move."""
-        if isinstance(node, Worker):
-            for effect in effects:
-                if isinstance(effect, Compute):
-                    self._compare(node, effect.task)
+        """Look at a shard that applies, at everything that must not move, and at both ends of every snapshot."""
+        self.num_compared += sum(isinstance(effect, Compute) for effect in effects)
         if isinstance(node, Shard) and isinstance(message, Push) and message.commit:
             self._count(node, message)
         self._nothing_moves()
@@ -82,12 +82,10 @@ class Slots:
             (self.commits if message.commit else self.parts).add((message.incarnation, message.seq))
         if isinstance(message, Push) or (isinstance(message, Ack) and message.version):
             kind, arrays = type(message).__name__, message.grads if isinstance(message, Push) else message.params
-            self.bulk[kind, name, message.shared] += sum(a.size for a in arrays)
+            self.bulk[kind, message.shard, message.shared] += sum(a.size for a in arrays)
             self.codecs[kind, message.codec] += 1
 
-    def _compare(self, worker: Worker, task: GradientTask) -> None:
-        require(self.cluster is not None, "the watch has been given no cluster")
-        slot = next(s for s in worker.slots if s.memory is task.memory)
+    def _compare(self, worker: Worker, slot: Slot) -> None:
         for k in range(worker.num_shards):
             client = self.cluster.shard(k).clients.get(worker.incarnation)  # type: ignore[union-attr]
             if client is None:
@@ -96,9 +94,8 @@ class Slots:
             where = f"shard {k}, slot {slot.number}:"
             require(kept is not None, f"{where} it keeps nothing")
             require(kept is None or kept.version == slot.versions[k], f"{where} it keeps another version")
-            there = task.memory.params[own.start : own.stop].tobytes()
+            there = slot.memory.params[own.start : own.stop].tobytes()
             require(kept is None or kept.params.tobytes() == there, f"{where} it keeps other parameters")
-            self.num_compared += 1
 
     def _count(self, shard: Shard, push: Push) -> None:
         client = shard.clients.get(push.incarnation)
@@ -122,6 +119,7 @@ class Slots:
             for slot in worker.slots:
                 if worker.task is not None and worker.task.memory is slot.memory:
                     still[name, worker.incarnation, slot.seq, "params"] = slot.memory.params.tobytes()
+                    self._compare(worker, slot)
                 if slot.exchange is not None and slot.pushing:
                     still[name, worker.incarnation, slot.exchange.seq, "gradient"] = slot.memory.grads.tobytes()
         for key, content in still.items():
@@ -185,8 +183,9 @@ class Run:
     def __init__(
         self, plan: Plan, seed: int = 1, paths: Sequence[str] = ("relay",), *, faults: Faults | None = None,
         gradients: Gradients | None = None, times: TaskTimes | None = None, link: Link | None = None,
-        early: bool = False, bad: frozenset[tuple[int, int]] = frozenset(),
+        early: bool = False, bad: frozenset[tuple[int, int]] = frozenset(), apart_s: float = 0.0,
     ) -> None:  # fmt: skip
+        """apart_s: between the beginnings of two workers."""
         self.slots, observer = Slots(), Observer(plan.num_shards)
         times = times or UniformTimes(plan.step_s, 0.5, seed + 1)
         self.work = Work(SimulatedWork(plan.layout, gradients or Tally(stride=32), times, bad=bad), early)
@@ -196,7 +195,7 @@ class Run:
         self.cluster.observer = observer
         self.slots.cluster = self.work.cluster = self.cluster
         for i, path in zip(range(plan.num_workers), cycle(paths), strict=False):
-            self.cluster.add_worker(f"worker-{i}", data_path=path)
+            self.cluster.add_worker(f"worker-{i}", data_path=path, at_s=i * apart_s)
 
     def finish(self, until_s: float = 1000.0) -> Tallies:
         """To the end; everybody who lives has ended by itself, and the books are right."""
@@ -241,12 +240,12 @@ def storm(seed: int, num_workers: int = 3, until_s: float = 40.0) -> Faults:
 def counted_once(run: Run) -> None:
     """The parameters say what the books say: nothing twice, nothing lost but what is torn."""
     tallies = run.cluster.settle()
-    assert tallies.once + tallies.torn == 512
+    assert tallies.once + tallies.torn == ALL.once
     counts = run.counts()
-    assert np.array_equal(counts, counts.round()) and counts.max() <= 4
+    assert np.array_equal(counts, counts.round()) and counts.max() <= EPOCHS
     assert [int(n) for n in counts.sum(axis=1)] == [s.version for s in run.shards()]
     assert counts.min(axis=0).sum() * 8 == pytest.approx(tallies.once, abs=tallies.torn)
-    assert run.slots.num_compared > 100
+    assert run.slots.num_compared >= NUM_BATCHES
 
 
 # ---- shared memory -------------------------------------------------------------------------------------
@@ -254,34 +253,33 @@ def counted_once(run: Run) -> None:
 
 def test_over_shared_memory_no_element_travels_and_every_batch_counts_once() -> None:
     run = told(planned(), paths=("arena",))
-    assert np.array_equal(run.counts(), np.full((2, 16), 4.0))
+    assert np.array_equal(run.counts(), np.full((2, 16), float(EPOCHS)))
     assert [fields["path"] for fields in run.noted("data_path")] == ["arena"] * 3
     assert sum(run.slots.bulk.values()) == 0 and {shared for _, _, shared in run.slots.bulk} == {True}
-    assert run.slots.num_compared == 2 * 64
+    assert run.slots.num_compared == NUM_BATCHES
 
 
 @pytest.mark.parametrize("inflight", [0, 1])
-@pytest.mark.parametrize("more", [{}, DELAYED], ids=["asgd", "dc-asgd-a"])
-def test_the_same_schedule_makes_the_same_bits_whichever_way_data_goes(more: Any, inflight: int) -> None:
+def test_the_same_schedule_makes_the_same_bits_whichever_way_data_goes(inflight: int) -> None:
     found = []
     for paths in (["arena"], ["relay"], ["direct"], ["arena", "relay", "direct"]):
-        run = told(planned(inflight, **more), 1, paths, times=SPEEDS, gradients=Quadratic(64))
+        run = told(
+            planned(inflight, **DELAYED), 1, paths, times=SPEEDS, gradients=Quadratic(64), link=STEADY, apart_s=2.2
+        )
         found.append((run.slots.order, run.params().tobytes()))
     orders, params = zip(*found, strict=True)
     assert all(order == orders[0] for order in orders), "not the same schedule, so this test says nothing"
     assert len(set(params)) == 1
 
 
-@pytest.mark.parametrize("inflight", [0, 1])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "inflight"), [(0, 0), (1, 1), (2, 1)])
 def test_a_storm_over_shared_memory_applies_everything_once(seed: int, inflight: int) -> None:
     paths = (["arena"], ["arena", "relay", "direct"])[seed % 2]
     run = told(planned(inflight), seed, paths, faults=storm(seed))
     counted_once(run)
-    assert run.cluster.world.trace.counts["killed"] >= 3
 
 
-@pytest.mark.parametrize("sends", range(5, 13))
+@pytest.mark.parametrize("sends", [5, 8, 11])
 def test_a_worker_with_shared_memory_may_die_after_any_message(sends: int) -> None:
     kills = (Kill("worker-0", after_sends=sends, restart_after_s=1.0, cuts_line=bool(sends % 2)),)
     run = told(planned(), 3, ["arena"], faults=Faults(kills=kills))
@@ -302,8 +300,8 @@ def test_a_shard_without_the_memory_is_reached_over_the_network(faults: Faults |
     run = told(planned(1, shard=Apart), 5, ["arena"], faults=faults)
     counted_once(run)
     assert {fields["path"] for fields in run.noted("data_path")} == {"arena+relay"}
-    assert run.slots.bulk["Ack", "shard-1", True] == 0 < run.slots.bulk["Ack", "shard-1", False]
-    assert ("Ack", "shard-0", False) not in run.slots.bulk
+    assert run.slots.bulk["Ack", 1, True] == 0 < run.slots.bulk["Ack", 1, False]
+    assert ("Ack", 0, False) not in run.slots.bulk
 
 
 def test_a_shard_that_never_hears_the_offer_is_reached_over_the_network() -> None:
@@ -326,17 +324,16 @@ def test_a_shard_whose_yes_is_lost_does_not_write_where_nobody_reads(shards: tup
     unheard = tuple(Tamper(Kind.ATTACHED, times=99, sender=name, lose=True) for name in shards)
     run = told(planned(), 7, ["arena"], faults=Faults(tampers=unheard))
     assert run.cluster.settle() == ALL
-    assert np.array_equal(run.counts(), np.full((2, 16), 4.0))
+    assert np.array_equal(run.counts(), np.full((2, 16), float(EPOCHS)))
 
 
-@pytest.mark.parametrize("receiver", ["", "shard-1"], ids=["both", "one"])
-@pytest.mark.parametrize("late_s", [2.5, 10.0])
-def test_an_offer_that_comes_late_changes_nothing(late_s: float, receiver: str) -> None:
+@pytest.mark.parametrize(("receiver", "late_s"), [("", 2.5), ("shard-1", 2.5), ("shard-1", 10.0)])
+def test_an_offer_that_comes_late_changes_nothing(receiver: str, late_s: float) -> None:
     """By then the worker has gone on over the network."""
     late = Tamper(Kind.ATTACH, times=99, receiver=receiver, late_s=late_s)
     run = told(planned(), 8, ["arena"], faults=Faults(tampers=(late,)))
     assert run.cluster.settle() == ALL
-    assert np.array_equal(run.counts(), np.full((2, 16), 4.0))
+    assert np.array_equal(run.counts(), np.full((2, 16), float(EPOCHS)))
 
 
 def test_a_fenced_worker_begins_its_new_life_with_a_new_region() -> None:
@@ -344,8 +341,8 @@ def test_a_fenced_worker_begins_its_new_life_with_a_new_region() -> None:
     assert run.cluster.settle() == Tallies(1024, 0, 0)
     worker = run.cluster.world.node("worker-0")
     assert worker.num_lives == 2 and np.array_equal(run.counts(), np.full((2, 16), 8.0))
-    [joined] = [fields for fields in run.noted("fenced")]
-    assert all(joined["incarnation"] not in shard.clients for shard in run.shards())
+    [fenced] = run.noted("fenced")
+    assert all(fenced["incarnation"] not in shard.clients for shard in run.shards())
 
 
 def test_a_late_push_of_a_former_life_finds_the_fence() -> None:
@@ -363,8 +360,8 @@ def test_a_lone_worker_with_a_push_on_its_way_is_one_update_behind() -> None:
     """The pull behind its first push meets it applied; from then on each gradient misses the one before it."""
     run = told(planned(1, num_workers=1), times=UniformTimes(1.0, 0.0, 1), gradients=Quadratic(64))
     for lags in run.slots.lags.values():
-        assert lags == [0, 0] + [1] * 62
-    assert run.slots.num_compared == 2 * 64
+        assert lags == [0, 0] + [1] * (NUM_BATCHES - 2)
+    assert run.slots.num_compared == NUM_BATCHES
 
 
 def test_a_push_on_its_way_hides_the_line() -> None:
@@ -373,27 +370,26 @@ def test_a_push_on_its_way_hides_the_line() -> None:
     for inflight in (0, 1):
         run = told(planned(inflight, num_workers=1), times=UniformTimes(1.0, 0.0, 1), faults=Faults(tampers=(late,)))
         ends.append(run.cluster.world.now)
-    assert ends[1] < ends[0] - 25.0
+    assert ends[1] < ends[0] - 20.0
 
 
-@pytest.mark.parametrize("push_every", [1, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "push_every"), [(0, 1), (1, 1), (2, 3), (3, 3)])
 def test_two_slots_in_a_storm_apply_everything_once(seed: int, push_every: int) -> None:
     run = told(planned(1, rule=RuleSpec("asgd", push_every=push_every)), seed, faults=storm(seed + 20))
     tallies = run.cluster.settle()
-    assert tallies.once + tallies.torn == 512 and run.slots.num_compared > 40
+    assert tallies.once + tallies.torn == ALL.once and run.slots.num_compared >= 16
     if push_every == 1:
         counted_once(run)
 
 
-@pytest.mark.parametrize("at_s", [3.05, 3.3, 3.6, 4.05, 7.7, 8.2])
+@pytest.mark.parametrize("at_s", [3.05, 3.6])
 @pytest.mark.parametrize("path", ["arena", "relay"])
 def test_a_worker_that_leaves_finishes_the_push_on_its_way_and_the_batch_in_hand(at_s: float, path: str) -> None:
     run = Run(planned(1), 4, [path], link=SLOW_LINE)
     leave = lambda worker, now: worker.leave(now, "SIGTERM")  # noqa: E731
     run.cluster.world.at(at_s, lambda: run.cluster.world.signal("worker-0", leave))
     assert run.finish() == ALL
-    assert run.work.num_batches == 64, "something that was computed was thrown away"
+    assert run.work.num_batches == NUM_BATCHES, "something that was computed was thrown away"
     stop = run.cluster.world.processes["worker-0"].stop
     assert stop is not None and stop.code == 0
 
@@ -416,10 +412,10 @@ def test_what_does_not_go_with_a_push_on_its_way_is_refused(
         check(rule, groups, 1)
 
 
-@pytest.mark.parametrize("rule", ["asgd", "dc-asgd-a", "dana+ga"])
+@pytest.mark.parametrize("rule", ["dc-asgd-a", "dana+ga"])
 def test_training_with_a_push_on_its_way_converges(rule: str) -> None:
     groups = (GroupSpec(momentum=0.9), GroupSpec(momentum=0.9)) if rule == "dana+ga" else SMALL.groups
-    plan = planned(1, rule=RuleSpec(rule), groups=groups, lr=0.02 if rule == "dana+ga" else 0.2, epochs=16)
+    plan = planned(1, rule=RuleSpec(rule), groups=groups, lr=0.02 if rule == "dana+ga" else 0.2, epochs=8)
     quadratic = Quadratic(64)
     run = told(plan, gradients=quadratic, link=Link(latency_s=0.1))
     assert quadratic.loss(run.params()) < 0.05 * quadratic.loss(np.zeros(64, np.float32))
@@ -438,17 +434,18 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "split", lambda flat, limit=wire.MAX_PART_BYTES: cut(flat, min(limit, 48)))
 
 
-@pytest.mark.parametrize("inflight", [0, 1])
-@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.codec)
+@pytest.mark.parametrize(
+    ("codec", "inflight"), list(zip(CODECS, [1, 0, 1, 0], strict=True)), ids=lambda c: getattr(c, "codec", c)
+)
 def test_through_losses_a_worker_computes_on_what_the_shard_keeps(
     codec: Compression, inflight: int, small_parts: None
 ) -> None:
     """Lost and repeated parts of compressed answers, which a repeated answer fills up uncompressed."""
     lossy = Faults(drop=0.08, duplicate=0.2, delay=0.2, delay_s=0.5, until_s=60.0)
     run = told(planned(inflight, codec, codec, **DELAYED), 11, faults=lossy, gradients=Quadratic(64))
-    assert run.slots.codecs["Ack", codec.codec] > 300 < run.slots.codecs["Push", codec.codec]
+    assert run.slots.codecs["Ack", codec.codec] > 150 < run.slots.codecs["Push", codec.codec]
     assert run.slots.codecs["Ack", ""] > 10, "no answer was repeated, so this test says nothing"
-    assert run.slots.num_compared > 120
+    assert run.slots.num_compared >= NUM_BATCHES
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -456,31 +453,29 @@ def test_compressed_and_two_slots_in_a_storm_with_deaths(seed: int, small_parts:
     plan = planned(seed % 2, CODECS[3 - seed], CODECS[3 - seed], **DELAYED)
     run = told(plan, seed, ["relay", "arena"], faults=storm(seed + 40), gradients=Quadratic(64))
     tallies = run.cluster.settle()
-    assert tallies.once + tallies.torn == 512 and run.slots.num_compared > 120
+    assert tallies.once + tallies.torn == ALL.once and run.slots.num_compared >= NUM_BATCHES
 
 
-@pytest.mark.parametrize("codec", CODECS[:2], ids=lambda c: c.codec)
-def test_what_sixteen_bits_hold_counts_once(codec: Compression, small_parts: None) -> None:
-    run = told(planned(1, codec, codec), 12, faults=storm(12))
+def test_what_sixteen_bits_hold_counts_once(small_parts: None) -> None:
+    run = told(planned(1, CODECS[1], CODECS[1]), 12, faults=storm(12))
     counted_once(run)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.codec)
-def test_training_with_compressed_pushes_and_answers_converges(codec: Compression) -> None:
+def test_training_with_compressed_pushes_and_answers_converges() -> None:
     quadratic = Quadratic(64)
-    plan = planned(0, codec, codec, lr=0.2, epochs=16)
-    run = told(plan, gradients=quadratic)
-    exact = told(planned(lr=0.2, epochs=16), gradients=quadratic)
     start = quadratic.loss(np.zeros(64, np.float32))
-    assert quadratic.loss(run.params()) < 2 * quadratic.loss(exact.params()) + 0.01 * start
+    exact = quadratic.loss(told(planned(lr=0.2, epochs=8), gradients=quadratic).params())
+    for codec in CODECS[2:]:
+        run = told(planned(0, codec, codec, lr=0.2, epochs=8), gradients=quadratic)
+        assert quadratic.loss(run.params()) < 2 * exact + 0.01 * start, codec
 
 
-def test_without_what_was_held_back_top_k_gets_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What error feedback is for: of 32 elements one travels."""
+def test_without_what_was_held_back_top_k_gets_nowhere_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What error feedback is for: of 32 elements four travel."""
     quadratic = Quadratic(64, noise=0.0)
-    plan = planned(0, TOP, lr=0.2, epochs=16)
+    plan = planned(0, CODECS[3], lr=0.1, epochs=8)
     start = quadratic.loss(np.zeros(64, np.float32))
-    assert quadratic.loss(told(plan, gradients=quadratic).params()) < 0.02 * start
+    assert quadratic.loss(told(plan, gradients=quadratic).params()) < 0.002 * start
     monkeypatch.setattr("zasgd.core.transfer.FEEDBACK", frozenset())
     assert quadratic.loss(told(plan, gradients=quadratic).params()) > 0.02 * start
 
@@ -490,7 +485,7 @@ def test_who_shares_memory_is_never_compressed() -> None:
     assert run.slots.codecs["Push", "topk"] > 0 < run.slots.codecs["Ack", "topk"]
     everywhere = told(planned(0, TOP, TOP), 13, ["arena"])
     assert {codec for _, codec in everywhere.slots.codecs} == {""}
-    assert np.array_equal(everywhere.counts(), np.full((2, 16), 4.0))
+    assert np.array_equal(everywhere.counts(), np.full((2, 16), float(EPOCHS)))
 
 
 # ---- what was held back --------------------------------------------------------------------------------
@@ -514,48 +509,46 @@ def one_leaves(plan: Plan, at_s: float, faults: Faults | None = None, **member: 
 
 
 def nothing_missing(run: Run) -> bool:
-    return np.array_equal(run.params(), np.full(64, 4.0))
+    return np.array_equal(run.params(), np.full(64, float(EPOCHS)))
 
 
 @pytest.mark.parametrize("inflight", [0, 1])
-@pytest.mark.parametrize("at_s", [2.3, 3.0, 6.9, 7.25, 7.5, 7.75, 8.0])
+@pytest.mark.parametrize("at_s", [3.0, 7.25, 7.75])
 def test_who_leaves_sends_what_was_held_back(at_s: float, inflight: int) -> None:
     """At any moment of a step: with a batch in hand, with a push or a pull on its way."""
     assert nothing_missing(one_leaves(planned(inflight), at_s))
 
 
-@pytest.mark.parametrize("at_s", [4.0, 5.5, 6.5])
+@pytest.mark.parametrize("at_s", [4.0, 6.5])
 def test_who_leaves_while_it_has_nothing_in_hand_sends_what_was_held_back(at_s: float) -> None:
     """A paced worker, idle most of the time."""
     run = one_leaves(planned(), at_s, min_step_s=4.0)
     assert nothing_missing(run)
-    assert run.work.num_batches == 64
+    assert run.work.num_batches == NUM_BATCHES
 
 
 @pytest.mark.parametrize("inflight", [0, 1])
 def test_what_was_held_back_arrives_once_through_losses(inflight: int) -> None:
     lossy = Faults(drop=0.1, duplicate=0.2, delay=0.2, delay_s=0.5, until_s=40.0)
-    for at_s in (6.0, 8.3, 9.1):
+    for at_s in (6.0, 8.3):
         assert nothing_missing(one_leaves(planned(inflight), at_s, lossy))
 
 
 # ---- early parts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("push", [NONE, Compression("fp16")], ids=lambda c: c.codec)
-@pytest.mark.parametrize("inflight", [0, 1])
+@pytest.mark.parametrize(("inflight", "push"), [(0, NONE), (1, CODECS[1])], ids=["none", "fp16"])
 def test_parts_that_leave_early_make_the_same_bits(inflight: int, push: Compression, small_parts: None) -> None:
     found = []
     for early in (False, True):
         plan = planned(inflight, push, **DELAYED)
-        run = told(plan, times=SPEEDS, gradients=Quadratic(64), early=early)
+        run = told(plan, times=SPEEDS, gradients=Quadratic(64), early=early, link=STEADY, apart_s=2.2)
         found.append((run.slots.order, run.params().tobytes()))
-        assert run.work.num_parts == early * 64 * 4
+        assert run.work.num_parts == early * NUM_BATCHES * 4
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("inflight", [0, 1])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "inflight"), [(0, 0), (1, 1), (2, 1)])
 def test_early_parts_in_a_storm_apply_everything_once(seed: int, inflight: int, small_parts: None) -> None:
     push = (NONE, Compression("bf16"))[seed % 2]
     run = told(planned(inflight, push), seed, ["relay", "direct"], faults=storm(seed + 60), early=True)
@@ -567,14 +560,16 @@ def test_early_parts_in_a_storm_apply_everything_once(seed: int, inflight: int, 
 def test_a_gradient_that_turns_out_not_finite_leaves_nothing_of_its_early_parts(
     inflight: int, small_parts: None
 ) -> None:
-    bad = frozenset({(0, 3), (1, 5)})
+    bad = frozenset({(0, 13), (1, 15)})
     run = told(planned(inflight), early=True, bad=bad)
-    assert run.cluster.settle() == Tallies(once=496, torn=0, none=16)
+    assert run.cluster.settle() == Tallies(ALL.once - 16, torn=0, none=16)
     counts = run.counts()
-    assert counts[:, 3].tolist() == counts[:, 5].tolist() == [3.0, 3.0] and counts.sum() == 2 * 62
+    assert counts[:, 13].tolist() == counts[:, 15].tolist() == [EPOCHS - 1.0] * 2 and counts.sum() == 2 * (
+        NUM_BATCHES - 2
+    )
 
 
-@pytest.mark.parametrize("at_s", [5.2, 5.5, 5.8])
+@pytest.mark.parametrize("at_s", [5.5, 5.8])
 def test_a_worker_that_dies_with_early_parts_out_leaves_nothing_of_them(at_s: float, small_parts: None) -> None:
     run = told(planned(), 5, faults=Faults(kills=(Kill("worker-0", at_s=at_s),)), early=True)
     assert run.slots.parts - run.slots.commits, "it had no part out, so this test says nothing"
@@ -587,7 +582,7 @@ def test_more_shards_than_cache_lines_leave_some_with_nothing(small_parts: None)
         run = told(plan, 1, paths, gradients=Quadratic(64), early=True)
         sizes = [shard.values.slice.size for shard in run.shards() if shard.values]
         assert 0 in sizes and sum(sizes) == 64
-        assert [shard.version for shard in run.shards()] == [64] * 6
+        assert [shard.version for shard in run.shards()] == [NUM_BATCHES] * 6
 
 
 # ---- planted bugs --------------------------------------------------------------------------------------
@@ -628,9 +623,10 @@ class OtherSlot(Mute):
 
     def _take(self, msg: Ack | Params | Attached) -> None:
         slot = next((s for s in self.slots if s.exchange is not None and s.exchange.seq == msg.seq), None)
-        if slot is None or not isinstance(msg, Ack):
-            return super()._take(msg)
-        slot.taken += take(msg, self.slots[1 - slot.number].memory, self._slices(msg.shard))
+        if slot is not None and isinstance(msg, Ack):
+            slot.taken += take(msg, self.slots[1 - slot.number].memory, self._slices(msg.shard))
+        else:
+            super()._take(msg)
 
 
 def test_a_worker_that_writes_an_answer_into_its_other_slot_is_found() -> None:
@@ -639,20 +635,22 @@ def test_a_worker_that_writes_an_answer_into_its_other_slot_is_found() -> None:
         told(planned(1, worker=OtherSlot))
 
 
-class Eager(Exchange):
-    """Takes every part of an answer for a new one."""
+class AddsAgain(Mute):
+    """Adds a difference that comes a second time a second time."""
 
-    def on_reply(self, now: float, msg: Ack | Params | Attached) -> bool:
-        super().on_reply(now, msg)
-        return msg.seq == self.seq
+    def on_message(self, now: float, peer: PeerId, msg: Message) -> list[Effect]:
+        exchange = self._asked(msg.seq)
+        if isinstance(msg, Ack) and msg.codec and exchange is not None and msg.part in exchange.legs[msg.shard].parts:
+            slot = next(s for s in self.slots if s.exchange is exchange)
+            take(msg, slot.memory, self._slices(msg.shard))
+        return super().on_message(now, peer, msg)
 
 
-def test_a_difference_that_is_added_twice_is_found(monkeypatch: pytest.MonkeyPatch, small_parts: None) -> None:
+def test_a_difference_that_is_added_twice_is_found(small_parts: None) -> None:
     plan = planned(0, NONE, Compression("bf16"), **DELAYED)
     told(plan, faults=TWICE, gradients=Quadratic(64))
-    monkeypatch.setattr("zasgd.core.worker.Exchange", Eager)
     with pytest.raises(Violation, match="it keeps other parameters"):
-        told(plan, faults=TWICE, gradients=Quadratic(64))
+        told(replace(plan, worker=AddsAgain), faults=TWICE, gradients=Quadratic(64))
 
 
 class TodaysDifference(Shard):
@@ -662,8 +660,7 @@ class TodaysDifference(Shard):
         effects = super()._acknowledge(*args)
         for client in self.clients.values():
             for slot, kept in client.snapshots.items():
-                if kept.differences:
-                    client.snapshots[slot] = replace(kept, params=self._values.params.copy())
+                client.snapshots[slot] = replace(kept, params=self._values.params.copy())
         return effects
 
 
@@ -684,7 +681,7 @@ class AppliesParts(Shard):
 
     def _push(self, now: float, peer: PeerId, client: Client, push: Push) -> list[Effect]:
         effects = super()._push(now, peer, client, push)
-        staged = client.staged.get(push.seq)
+        staged = client.staged.get(push.slot)
         if staged is not None and not push.commit:
             for piece in push.grads:
                 self._values.params[push.offset : push.offset + piece.size] -= piece
@@ -693,11 +690,11 @@ class AppliesParts(Shard):
 
 
 def test_a_part_that_is_applied_before_the_commit_is_found(monkeypatch: pytest.MonkeyPatch, small_parts: None) -> None:
-    bad = frozenset({(0, 3)})
+    bad = frozenset({(0, 13)})
     whole = told(planned(), early=True, bad=bad).counts()
     monkeypatch.setitem(_SERVED, Push, AppliesParts._push)
     found = told(planned(shard=AppliesParts), early=True, bad=bad).counts()
-    assert np.array_equal(np.minimum(whole, found), whole) and found.sum() > whole.sum() == 2 * 63
+    assert np.array_equal(np.minimum(whole, found), whole) and found.sum() > whole.sum() == 2 * (NUM_BATCHES - 1)
 
 
 class Hasty(Mute):
@@ -709,6 +706,10 @@ class Hasty(Mute):
             return self._compute(now, slot)
         return super()._next_step(now)
 
+    def _push(self, now: float, slot: Slot, done: Gradient) -> list[Effect]:
+        pushed = super()._push(now, slot, done)
+        return [*pushed, *self._idle(now)] if self.slots[self.front].exchange else pushed
+
 
 @pytest.mark.parametrize("path", ["arena", "relay"])
 def test_a_worker_that_computes_on_what_is_being_sent_is_found(path: str) -> None:
@@ -716,5 +717,5 @@ def test_a_worker_that_computes_on_what_is_being_sent_is_found(path: str) -> Non
     run: dict[str, Any] = {"faults": Faults(tampers=(Tamper(Kind.ACK, times=999, late_s=1.7),))}
     run["gradients"] = Quadratic(64)
     told(plan, 1, [path], **run)
-    with pytest.raises(InvariantError, match="moved|it keeps"):
+    with pytest.raises(InvariantError, match=r"moved|it keeps"):
         told(replace(plan, worker=Hasty), 1, [path], **run)

@@ -73,7 +73,7 @@ def test_slots_take_turns_and_what_is_written_into_one_is_what_it_computes_on_ne
     for step in range(6):
         memory = both[step % 2]
         np.testing.assert_array_equal(stepped(flat, memory), plain_gradient(flat, memory.params))
-        memory.params *= np.float32(0.9)  # the answer of the server, in place
+        memory.params[:] *= np.float32(0.9)  # the answer of the server, in place
 
 
 def test_the_gradient_of_one_slot_stays_while_another_is_computed_on():
@@ -151,6 +151,9 @@ def test_what_came_to_lie_elsewhere_between_pushes_is_taken_up_again(how):
     for memory in (second, first, first):
         np.testing.assert_allclose(stepped(flat, memory), plain_gradient(flat, memory.params), rtol=1e-4, atol=1e-5)
     assert flat.module[3].weight.data_ptr() == flat._slot.params_at[4]
+    assert flat.module[3].weight.grad.data_ptr() == flat._slot.grads_at[4]
+    flat.module(inputs()).square().sum().backward()  # adds to it where it lies: a hook sees it
+    assert flat.module[3].weight._post_accumulate_grad_hooks
 
 
 @pytest.mark.parametrize("how", ["float", "to cpu", "data", "channels_last"])
@@ -185,7 +188,7 @@ def test_before_the_first_memory_is_bound_the_module_may_be_written():
     flat.module.load_state_dict(net(5).state_dict())
     assert torch.equal(flat.module[3].weight, net(5)[3].weight)
     flat.adopt()
-    assert np.array_equal(flat.initial()["params"][flat.layout.offsets["3.bias"]:][:5], net(5)[3].bias.detach())
+    assert np.array_equal(flat.initial()["params"][flat.layout.offsets["3.bias"] :][:5], net(5)[3].bias.detach())
     (memory,) = slots(flat, 1)
     np.testing.assert_array_equal(stepped(flat, memory), plain_gradient(flat, memory.params))
 
@@ -201,7 +204,7 @@ def test_a_compiled_module_computes_on_whichever_memory_is_bound():
         found = flat.gradient()
         np.testing.assert_allclose(found.grads, plain_gradient(flat, memory.params), rtol=1e-4, atol=1e-5)
         assert flat.module[3].weight.grad.data_ptr() == flat._slot.grads_at[4]
-        memory.params *= np.float32(0.5)
+        memory.params[:] *= np.float32(0.5)
 
 
 # ---- what is named ---------------------------------------------------------------------------------------------

@@ -177,6 +177,48 @@ def test_one_bad_batch_of_several_makes_the_push_not_finite():
     assert again.counters.max() == 2
 
 
+# ---- parts that leave early --------------------------------------------------------------------------------
+
+
+def heard_by(trainer: Trainer, grants: tuple[Grant, ...]) -> list[tuple[int, int]]:
+    """The parts that were ready before the gradient was, each seen to be final."""
+    memory, size = trainer.new_memory(), trainer.layout.sizes["params"]
+    parts = [(start, min(start + 2000, size)) for start in range(0, size, 2000)]
+    found: list[tuple[int, int, np.ndarray]] = []
+    for _ in range(2):  # the first lets nothing leave: it has yet to be seen that no parameter gets two gradients
+        assert not found
+
+        def ready(start: int, stop: int) -> None:
+            found.append((start, stop, memory.grads[start:stop].copy()))
+
+        trainer.gradient(grants, memory, 5000, ready=ready, parts=parts)
+    for start, stop, values in found:
+        np.testing.assert_array_equal(values, memory.grads[start:stop])
+    return [(start, stop) for start, stop, _ in found]
+
+
+@pytest.mark.parametrize("grants", [(GRANT,), SEVERAL])
+def test_parts_of_a_mean_gradient_leave_before_it_is_complete(grants):
+    trainer = Trainer(load_recipe("digits"))
+    parts = heard_by(trainer, grants)
+    assert len(parts) == 5
+    assert parts[-1][0] in (0, 2000, 4000)  # of the first layer, which backward comes to last
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer.clip_norm=0.1"],
+        ["rule.name=dana-slim", "optimizer.momentum=0.9", "optimizer.lr=0.1"],
+        ["rule.name=delta"],
+        ["rule.name=easgd"],
+    ],
+    ids=["clipped", "dana-slim", "delta", "easgd"],
+)
+def test_nothing_leaves_early_of_what_is_yet_to_be_turned_into_something_else(overrides):
+    assert heard_by(Trainer(load_recipe("digits", overrides)), SEVERAL) == []
+
+
 # ---- tensors without gradient ------------------------------------------------------------------------------
 
 

@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 from zasgd.core.kernels import INFINITY_BITS, MAGNITUDE_BITS
+
+_pointer_to: Any = types.CPointer
 
 
 def _int32_at(_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
@@ -23,7 +26,7 @@ def _int32_at(_context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.int32)(address), emit
+    return _pointer_to(types.int32)(address), emit
 
 
 _pointer: Any = intrinsic(_int32_at)

@@ -594,10 +594,14 @@ class Init(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pull(Message):
-    """Asks a shard for its parameters; the shard keeps what it sends as this worker's snapshot in `slot`."""
+    """Asks a shard for its parameters; the shard keeps what it sends as this worker's snapshot in `slot`.
+
+    `shared`: it shall write them into the worker's region.
+    """
 
     kind = Kind.PULL
     slot: int = body(integer, 0)
+    shared: bool = body(boolean, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -635,7 +639,7 @@ class Push(Message):
     grants that the gradient consumed, how many samples it averages, the mean `loss` over them, and in `presence` which
     tensors of the layout's parameters got a gradient (bit i, lowest first; empty: all). `abort` discards what was
     staged. `slot` is the one whose snapshot it was computed on, and whose parameters the answer replaces. `shared`: the
-    gradient lies in the worker's region, in that slot. With `codec` the part is `count` elements from `offset` on,
+    gradient lies in the worker's region, in that slot, and the answer is to be written there. With `codec` the part is `count` elements from `offset` on,
     compressed into `packed`.
     """
 

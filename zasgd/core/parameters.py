@@ -91,14 +91,14 @@ class ShardConfig:
 class Committed:
     """A whole push of one incarnation: the message that committed it, its gradient, and what it was computed on.
 
-    What is sent back takes the snapshot's place in its own array. travels: it is sent over a network.
+    What is sent back takes the snapshot's place in its own array. compressible: it may travel as a difference.
     """
 
     incarnation: int
     push: Push
     pieces: Sequence[Piece]
     snapshot: Snapshot
-    travels: bool = True
+    compressible: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Parameters:
     def apply(self, push: Committed) -> Snapshot:
         """One push is one update; what is returned is sent to its worker, which computes on it next."""
         lag, lr, weight = self.lag_of(push.snapshot), self._lr(), self._weight(push)
-        compresses = push.travels and self.config.pull.codec != "none"
+        compresses = push.compressible and self.config.pull.codec != "none"
         sent = self._spare() if compresses else push.snapshot.params
         self.optimizer.apply(
             self.params, push.pieces, push.snapshot.params, lr, sent, lag=lag, weight=weight,

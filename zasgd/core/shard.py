@@ -392,8 +392,8 @@ class Shard:
             raise Refusal("BAD_FIELD", f"a worker has {client.num_slots} slots in this run, not {msg.slots}")
         if client.region_name == msg.name:
             return [self._attached(peer, client, msg)]
-        if client.region_name:
-            raise Refusal("NO_ARENA", "this worker has another region")
+        if client.region_name or client.outcomes:
+            raise Refusal("NO_ARENA", "this worker has begun without this region")
         plan = RegionPlan(self._layout.sizes["params"], msg.slots)
         self._attaching = (peer, msg)
         return [Share(msg.name, plan, create=False)]
@@ -406,13 +406,19 @@ class Shard:
         if not self.seeded_by:
             raise Refusal("UNSEEDED", "this shard holds no parameters yet", retry_after_ms=200)
         self._check_slot(client, msg.slot)
-        snapshot = self._values.snapshot(client.array(msg.slot, self._values.slice))
-        client.keep(msg.slot, snapshot, now)
-        client.record(msg.seq, Outcome(push=False, version=self.version, slot=msg.slot))
+        self._check_shared(client, msg)
+        into = client.array(msg.slot, self._values.slice, shared=msg.shared)
+        snapshot = self._values.snapshot(into)
+        client.keep(msg.slot, msg.seq, snapshot, now)
+        client.record(msg.seq, Outcome(push=False, version=self.version, slot=msg.slot, shared=msg.shared))
         return [
             *self._record("pull", client.incarnation, msg.seq, self.version, msg.slot),
-            *self._reply(Params, peer, msg, snapshot),
+            *self._reply(Params, peer, msg, snapshot, shared=msg.shared),
         ]
+
+    def _check_shared(self, client: Client, msg: Pull | Push) -> None:
+        if msg.shared and client.region is None:
+            raise Refusal("NO_ARENA", "this shard shares no memory with the worker")
 
     def _check_slot(self, client: Client, slot: int) -> None:
         if slot >= client.num_slots:
@@ -455,7 +461,7 @@ class Shard:
             if refusal.retry_after_ms is None:
                 # The worker goes on without it: no late copy of this seq may be applied after all.
                 client.record(push.seq, Outcome(push=True, version=self.version, refused=refusal.code))
-                client.staged.pop(push.seq, None)
+                client.unstage(push.slot, push.seq)
                 self._give_up_round(push)
             raise
 
@@ -465,8 +471,9 @@ class Shard:
             self._note_decision(Decision((), (PushId(push.incarnation, push.seq),)))
 
     def _staged_push(self, now: float, peer: PeerId, client: Client, push: Push) -> list[Effect]:
-        if push.abort:
-            client.staged.pop(push.seq, None)
+        if push.abort:  # on record, so that a late copy of a part is not staged again
+            client.unstage(push.slot, push.seq)
+            client.record(push.seq, Outcome(push=True, version=self.version, refused="ABORTED"))
             return []
         if client.waiting is not None:
             raise Refusal("WAITING", "a push of this worker is here and waits for others", retry_after_ms=ASK_AGAIN_MS)
@@ -474,18 +481,20 @@ class Shard:
         if push.shared:
             pieces = self._shared_gradient(client, push)
         else:
-            staged = self._stage(client, push, self._unpacked(client, push) if push.codec else push.grads)
+            staged = self._stage(client, push, push.grads)
             if not push.commit:
                 return []
             pieces = self._complete(client, staged, push)
         client.pushed(now)
-        committed = Committed(client.incarnation, push, pieces, snapshot, travels=client.region is None)
+        compressible = not push.shared and not push.inline  # who wants stock arrays knows no codec
+        committed = Committed(client.incarnation, push, pieces, snapshot, compressible)
         return _DISCIPLINES[self._config.rule.mode](self, now, client, Waiting(peer, committed))
 
     def _shared_gradient(self, client: Client, push: Push) -> list[Piece]:
         """The worker's own memory; it has looked for inf and NaN while it wrote there."""
+        self._check_shared(client, push)
         if client.region is None or not push.commit:
-            raise Refusal("NO_ARENA", "this shard shares no memory with the worker")
+            raise Refusal("BAD_FIELD", "a shared gradient comes with its commit")
         part = self._values.slice
         return [(0, client.region.grads[push.slot][part.start : part.stop])] if part.size else []
 
@@ -494,17 +503,16 @@ class Shard:
         pieces = staged.covering(self._values.slice.size)
         if pieces is None:
             raise Refusal("INCOMPLETE", f"parts of push {push.seq} are missing", retry_after_ms=0)
-        del client.staged[push.seq]
+        client.unstage(push.slot, push.seq)
         if not staged.finite or (push.stats.size and not all_finite(push.stats)):
             raise Refusal("NONFINITE", "the gradient holds inf or NaN")
         return pieces
 
     def _unpacked(self, client: Client, push: Push) -> tuple[Array, ...]:
         """A compressed part, as float32."""
-        end = push.offset + push.count
-        if end > self._values.slice.size or push.grads:
-            raise Refusal("BAD_SHAPE", f"elements {push.offset} to {end} of {self._values.slice.size}")
-        values = client.decoded(push.slot, self._values.slice.size)[push.offset : end]
+        if push.grads:
+            raise Refusal("BAD_FIELD", "a part is compressed or it is not")
+        values = client.decoded(push.slot, self._values.slice.size)[push.offset : push.offset + push.count]
         try:
             decode(push.codec, push.packed, values)
         except CodecError as e:
@@ -543,16 +551,19 @@ class Shard:
                 raise Refusal("BAD_SHAPE", f"{name} has {got.size} elements, this shard {own.size}")
 
     def _stage(self, client: Client, msg: Push | Init, pieces: tuple[Array, ...]) -> Staged:
-        num_elements = sum(p.size for p in pieces)
+        num_elements = msg.count if isinstance(msg, Push) and msg.codec else sum(p.size for p in pieces)
         values = self._values
         if msg.offset + num_elements > values.slice.size:
             raise Refusal("BAD_SHAPE", f"elements {msg.offset} to {msg.offset + num_elements} of {values.slice.size}")
-        staged = client.stage(msg.seq)
+        slot = msg.slot if isinstance(msg, Push) else 0
+        staged = client.stage(slot, msg.seq)
         if staged is None:
-            raise Refusal("OLD_SEQ", f"seq {msg.seq} was given up for {max(client.staged)}")
+            raise Refusal("OLD_SEQ", f"seq {msg.seq} was given up for a later one")
         if staged.num_bytes + 4 * num_elements > max(self._config.window_bytes, values.params.nbytes):
-            del client.staged[msg.seq]
+            client.unstage(slot, msg.seq)
             raise Refusal("WINDOW", f"over {self._config.window_bytes} bytes are staged", retry_after_ms=100)
+        if isinstance(msg, Push) and msg.codec:
+            pieces = self._unpacked(client, msg)
         staged.add(msg.offset, pieces)
         if isinstance(msg, Push):  # now, while the part is in the cache
             staged.finite = staged.finite and all(all_finite(piece) for piece in pieces)
@@ -713,10 +724,10 @@ class Shard:
         push = waiting.committed.push
         client.waiting = None
         client.lag = lag
-        client.keep(push.slot, new, now)
-        outcome = Outcome(push=True, version=new.version, lag=lag, slot=push.slot)
+        client.keep(push.slot, push.seq, replace(new, differences=()), now)
+        outcome = Outcome(push=True, version=new.version, lag=lag, slot=push.slot, shared=push.shared)
         client.record(push.seq, outcome, Applied(push.seq, push.grants))
-        return self._reply(Ack, waiting.peer, push, new, lag)
+        return self._reply(Ack, waiting.peer, push, new, lag, shared=push.shared)
 
     # ---- answers ----------------------------------------------------------------------------------
 
@@ -729,9 +740,9 @@ class Shard:
             raise Refusal(outcome.refused, f"push {msg.seq} was refused")
         snapshot = client.snapshots.get(outcome.slot)
         cls = Ack if outcome.push else Params
-        if snapshot is None or snapshot.version != outcome.version or isinstance(msg, Init):
+        if snapshot is None or client.sent.get(outcome.slot) != msg.seq or isinstance(msg, Init):
             return [Send(peer, cls(**self._ids(msg), seq=msg.seq, version=outcome.version))]
-        return self._reply(cls, peer, msg, replace(snapshot, differences=()), outcome.lag)
+        return self._reply(cls, peer, msg, snapshot, outcome.lag, shared=outcome.shared)
 
     def _reply(
         self,
@@ -740,6 +751,8 @@ class Shard:
         msg: Message,
         snapshot: Snapshot,
         lag: int | None = None,
+        *,
+        shared: bool = False,
     ) -> list[Effect]:
         """The snapshot, in parts if it travels; buffers ride on the first."""
         client = self.clients.get(msg.incarnation)
@@ -747,7 +760,6 @@ class Shard:
         common |= {"samples": snapshot.samples, "inline": msg.inline}
         if cls is Ack:
             common["lag"] = lag if lag is not None else client.lag if client else 0
-        shared = client is not None and client.region is not None and not isinstance(msg, Observe)
         contents: list[dict[str, Any]] = [{"shared": True}] if shared else self._contents(snapshot, msg.inline)
         contents[0] = {**contents[0], "stats": snapshot.stats, "counters": snapshot.counters}
         return [Send(peer, cls(**common, part=i, parts=len(contents), **content)) for i, content in enumerate(contents)]

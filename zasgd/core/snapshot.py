@@ -87,7 +87,7 @@ class Snapshot:
 class Outcome:
     """How a seq was answered: `push` tells an ACK from a PARAMS; version after it; lag of the push; its slot.
 
-    refused: the code of a final refusal, empty otherwise.
+    shared: the answer lies in the worker's region. refused: the code of a final refusal, empty otherwise.
     """
 
     push: bool
@@ -95,6 +95,7 @@ class Outcome:
     lag: int = 0
     refused: str = ""
     slot: int = 0
+    shared: bool = False
 
 
 @dataclass(slots=True)
@@ -131,9 +132,10 @@ class Staged:
 class Client:
     """One admitted incarnation, as one shard sees it.
 
-    snapshots: by slot. region: memory shared with the worker, under the name `region_name`; None if it has none.
-    waiting: its push that is not applied yet. newest: version of the latest snapshot, sent at `sent_at`; -1 before.
-    step_s: running mean of the time from what was sent to the push computed on it, 0 before the first.
+    snapshots: by slot. sent: the seq that each of them answered. staged: by slot. region: memory shared with the
+    worker, under the name `region_name`; None if it has none. waiting: its push that is not applied yet. newest: version
+    of the latest snapshot, sent at `sent_at`; -1 before. step_s: running mean of the time from what was sent to the
+    push computed on it, 0 before the first.
     """
 
     def __init__(self, worker: int, incarnation: int, num_slots: int) -> None:
@@ -142,6 +144,7 @@ class Client:
         self.num_slots = num_slots
         self.window = SeqWindow()
         self.snapshots: dict[int, Snapshot] = {}
+        self.sent: dict[int, int] = {}
         self.outcomes: OrderedDict[int, Outcome] = OrderedDict()
         self.pushes: deque[Applied] = deque(maxlen=WINDOW)
         self.staged: dict[int, Staged] = {}
@@ -169,14 +172,15 @@ class Client:
         if applied is not None:
             self.pushes.append(applied)
 
-    def keep(self, slot: int, snapshot: Snapshot, now: float) -> None:
-        """Keep a snapshot that is being sent, in place of what the slot held."""
+    def keep(self, slot: int, seq: int, snapshot: Snapshot, now: float) -> None:
+        """Keep a snapshot that is being sent in answer to `seq`, in place of what the slot held."""
+        self.sent[slot] = seq
         self.newest, self.sent_at = max(self.newest, snapshot.version), now
         self.snapshots[slot] = snapshot
 
-    def array(self, slot: int, part: Slice) -> Array:
-        """Where the snapshot of a slot lies, elements `part` of the whole: in shared memory if there is any."""
-        if self.region is not None:
+    def array(self, slot: int, part: Slice, *, shared: bool) -> Array:
+        """Where the snapshot of a slot lies, elements `part` of the whole: here, or in shared memory."""
+        if shared and self.region is not None:
             return self.region.params[slot][part.start : part.stop]
         held = self.snapshots.get(slot)
         return np.empty(part.size, np.float32) if held is None else held.params
@@ -187,16 +191,18 @@ class Client:
             self._decoded[slot] = np.empty(size, np.float32)
         return self._decoded[slot]
 
-    def stage(self, seq: int) -> Staged | None:
-        """The staging place of `seq`; the oldest gives way to a new one. None for a seq that gave way."""
-        if seq not in self.staged:
-            if len(self.staged) >= self.num_slots:
-                oldest = min(self.staged)
-                if seq < oldest:
-                    return None
-                del self.staged[oldest]
-            self.staged[seq] = Staged(seq)
-        return self.staged[seq]
+    def stage(self, slot: int, seq: int) -> Staged | None:
+        """The staging place of `seq`; what an older push left in the slot is discarded. None for one that was."""
+        staged = self.staged.get(slot)
+        if staged is None or staged.seq < seq:
+            staged = self.staged[slot] = Staged(seq)
+        return staged if staged.seq == seq else None
+
+    def unstage(self, slot: int, seq: int) -> None:
+        """Forget what is staged of `seq`."""
+        staged = self.staged.get(slot)
+        if staged is not None and staged.seq == seq:
+            del self.staged[slot]
 
     @property
     def num_bytes(self) -> int:
@@ -208,7 +214,7 @@ class Client:
     def validate(self) -> None:
         """Raise InvariantError unless every table is within its bound."""
         require(all(0 <= slot < self.num_slots for slot in self.snapshots), "a snapshot in a slot that is none")
-        require(len(self.staged) <= self.num_slots, "more staged pushes than slots")
+        require(all(0 <= slot < self.num_slots for slot in self.staged), "a push is staged in a slot that is none")
         require(len(self.outcomes) <= WINDOW, "more outcomes than the window holds")
         require(all(seq <= self.window.high for seq in self.outcomes), "an outcome is above the window")
         for seq in self.outcomes:

@@ -178,17 +178,18 @@ class Pusher:
         return [(k, i, start, stop) for i, (start, stop) in enumerate(pairwise([*starts, own.stop])) if i]
 
 
-def take(msg: Ack | Params, memory: Memory, slices: Mapping[str, Slice]) -> int:
+def take(msg: Ack | Params, memory: Memory, slices: Mapping[str, Slice], *, shared: bool = False) -> int:
     """Put one part of a shard's answer in its place in `memory`; how many parameters it brought.
 
-    slices: the shard's, by section. What does not fit brings nothing, and the parameters are then not complete.
+    slices: the shard's, by section. shared: `memory` is shared with it. What does not fit brings nothing, and the
+    parameters are then not complete.
     """
     own = slices["params"]
     for values, flat, part in ((msg.stats, memory.stats, "stats"), (msg.counters, memory.counters, "counters")):
         if values.size and values.size == slices[part].size:
             flat[slices[part].start : slices[part].stop] = values
     if msg.shared:
-        return own.size  # the shard has put them there
+        return own.size if shared else 0  # the shard has put them there
     place = memory.params[own.start : own.stop][msg.offset :]
     if isinstance(msg, Ack) and msg.codec:
         return _take_difference(msg, place)

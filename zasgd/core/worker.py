@@ -306,7 +306,8 @@ class Worker:
         self.reports.add_refused(slot.grants, "nonfinite")
         notes: list[Effect] = [Note("gradient_refused", {**g._asdict(), "reason": "nonfinite"}) for g in slot.grants]
         shards = sorted({push.shard for push in slot.early})
-        aborts = [Push(**self._push_ids(slot)(k), layout_hash=self.layout.hash, abort=True) for k in shards]
+        head: dict[str, Any] = {"layout_hash": self.layout.hash, "slot": slot.number}
+        aborts = [Push(**self._push_ids(slot)(k), **head, abort=True) for k in shards]
         slot.grants, slot.early = (), []
         self.dry = False
         return [*notes, *(Send(shard_peer(push.shard), push) for push in aborts)]
@@ -508,9 +509,10 @@ class Worker:
         if msg.code == "SUPERSEDED":
             return self._stop(f"another worker joined as {self.config.name!r} and took this one's place", 3)
         note = Note("fenced", {"worker": self.worker, "incarnation": self.incarnation, "why": msg.text})
+        unshare: list[Effect] = [Unshare(self.region_name)] if self.region_name else []
         self.phase = Phase.JOINING
         self._begin_life(now)
-        return [note]
+        return [note, *unshare]
 
     # ---- renewals and reports ---------------------------------------------------------------------
 
@@ -568,7 +570,10 @@ class Worker:
         if slot.exchange is not None:
             self._enter(Phase.PUSHING)
             return []
-        if not self.grants or not self.open or self.reports.num_pushes >= WINDOW:
+        if not self.grants and self.dry and self._owes(slot):
+            return self._push_owed(now, slot)
+        out = sum(1 for other in self.slots if other.exchange is not None and other.pushing)
+        if not self.grants or not self.open or self.reports.num_pushes + out >= WINDOW:
             return []
         if len(self.grants) < self.config.push_every and not self.dry:
             return []  # the rest of this push's batches has been asked for
@@ -589,10 +594,12 @@ class Worker:
         if any(slot.exchange for slot in self.slots):
             self._enter(Phase.PUSHING)
             return []
-        slot = self.slots[self.front]
-        if self._pusher is not None and self._pusher.owes and slot.fresh_at != -math.inf:
-            return self._push_owed(now, slot)
-        return self._leave_now(now, self.leaving)
+        owing = next((slot for slot in self.slots if self._owes(slot)), None)
+        return self._push_owed(now, owing) if owing is not None else self._leave_now(now, self.leaving)
+
+    def _owes(self, slot: Slot) -> bool:
+        """Compression has held something back, and the slot can carry it."""
+        return self._pusher is not None and slot.fresh_at != -math.inf and self._pusher.owes
 
     def _seed(self, now: float) -> list[Effect]:
         vectors = self._initial()
@@ -617,7 +624,11 @@ class Worker:
         self._enter(Phase.PULLING)
         self.seq += 1
         slot.seq, slot.pushing = self.seq, False
-        return self._ask(now, slot, lambda k: [Pull(**self._ids(k), seq=slot.seq, slot=slot.number)])
+
+        def pull(k: int) -> list[Message]:
+            return [Pull(**self._ids(k), seq=slot.seq, slot=slot.number, shared=k in self.attached)]
+
+        return self._ask(now, slot, pull)
 
     def _compute(self, now: float, slot: Slot) -> list[Effect]:
         self._enter(Phase.COMPUTING)
@@ -637,6 +648,7 @@ class Worker:
             np.copyto(slot.memory.grads, done.grads)
             done = replace(done, grads=slot.memory.grads)
         self._enter(Phase.PUSHING)
+        self.dry = False
         self.front = (self.front + 1) % len(self.slots)
         pushed = self._ask_push(now, slot, done)
         return pushed if self.slots[self.front].exchange else [*pushed, *self._idle(now)]
@@ -654,7 +666,7 @@ class Worker:
         require(self._pusher is not None, "no memory yet")
         messages = self._pusher.push(  # type: ignore[union-attr]
             self._push_ids(slot), slot.number, slot.versions.__getitem__, done, slot.grants, slot.early,
-            dense=bool(self.leaving),
+            dense=bool(self.leaving) or not slot.grants,
         )  # fmt: skip
         slot.pushing, early, slot.early = True, slot.early, []
         return self._ask(now, slot, messages, early)
@@ -695,7 +707,7 @@ class Worker:
             return
         slot = next((s for s in self.slots if s.exchange is not None and s.exchange.seq == msg.seq), None)
         if slot is not None:
-            slot.taken += take(msg, slot.memory, self._slices(msg.shard))
+            slot.taken += take(msg, slot.memory, self._slices(msg.shard), shared=msg.shard in self.attached)
 
     def _slices(self, shard: int) -> dict[str, Slice]:
         return {section: self.layout.slices(section, self.num_shards)[shard] for section in SECTIONS}
@@ -710,8 +722,8 @@ class Worker:
                 effects += self._answered(now, slot, slot.exchange)
         waits = self.phase in (Phase.PULLING, Phase.PUSHING)
         if waits and self.slots[self.front].exchange is None:
-            effects += self._idle(now)
-        return effects
+            return [*effects, *self._idle(now)]
+        return [*effects, *self._advance(now)]
 
     def _idle(self, now: float) -> list[Effect]:
         self._enter(Phase.IDLE)

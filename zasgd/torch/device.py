@@ -7,6 +7,7 @@ their own, out of memory that is locked for them (the region itself, shared or n
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any, Protocol
 
@@ -138,8 +139,10 @@ class CudaDevice:
             code = int(torch.cuda.cudart().cudaHostRegister(address, vector.nbytes, 0))
         if code == 0:
             self._locked.add(address)
-        elif code != _ALREADY_REGISTERED:
-            said = f"{vector.nbytes} bytes cannot be locked for {self._device} (CUDA error {code}): copies will be slower"
+            return
+        _forget_last_error(self._device)
+        if code != _ALREADY_REGISTERED:
+            said = f"{vector.nbytes} bytes cannot be locked for {self._device} (CUDA error {code}): copies are slower"
             warnings.warn(said, stacklevel=2)
 
     def release(self, memory: Memory) -> None:
@@ -183,6 +186,12 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for the side stream."""
         self._side.synchronize()
+
+
+def _forget_last_error(device: torch.device) -> None:
+    """Let the error that CUDA remembers come up here, not in the next kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def device_of(device: torch.device) -> Device:

@@ -168,8 +168,7 @@ class FlatModule:
 
     def _switch(self, slot: Slot) -> None:
         """Let the parameters be views of another slot; of the first memory, which was only ours, nothing is kept."""
-        for t in self._detached():
-            self._follow(t)
+        self._follow_detached()
         for t in self._params:
             if t.viewed:
                 t.parameter.data = slot.params[t.index]
@@ -199,8 +198,7 @@ class FlatModule:
         Raises DetachedError.
         """
         if "params" in self._unadopted:
-            for t in self._detached():
-                self._follow(t)
+            self._follow_detached()
             self._adopt_params()
         for section in ("stats", "counters"):
             if section in self._unadopted and self._by_section[section]:
@@ -235,6 +233,7 @@ class FlatModule:
         """Let a parameter be a view of the slot, which holds its value already, if its kind allows."""
         parameter = t.parameter
         t.viewed = parameter.dtype == torch.float32 and parameter.is_contiguous() and t.spec.num_elements > 0
+        t.direct = t.viewed and self._device.shares_memory
         if t.viewed:
             parameter.data = self._slot.params[t.index]
         t.version = parameter._version
@@ -248,6 +247,13 @@ class FlatModule:
             if t.owner._parameters.get(t.attribute) is not t.parameter
             or (t.parameter.data_ptr() != at[t.index] if t.viewed else not self._is_as_placed(t, t.parameter))
         ]
+
+    def _follow_detached(self) -> None:
+        detached = self._detached()
+        for t in detached:
+            self._follow(t)
+        if detached:
+            self._slot.mend(self._params)
 
     def _follow(self, t: Placed) -> None:
         """Make a parameter that was moved or replaced a view again. Raises DetachedError for one of another kind."""

@@ -7,7 +7,7 @@ Decides when a gradient is copied, looked at and complete; never what becomes of
   view of the slot: what is done to it later is done there, and later backwards add to it there. Autograd's own buffer
   is free again at once, so the next layer's gradient finds it in cache.
 * Any other gradient (of 16 bits, strided, sparse, on a device) stays where autograd put it, and is copied when the last
-  backward has given it.
+  backward has given it. So does one of few elements, unless parts may leave early.
 * Memory is never zeroed, except where a tensor got no gradient.
 """
 
@@ -29,6 +29,9 @@ from zasgd.torch.placed import Placed
 from zasgd.torch.slot import Slot
 
 CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
+
+SMALL_ELEMENTS = 8192
+"""Gradients of up to so many elements wait for the end where no part may leave early: hooks cost more than they save."""
 
 
 class RepeatedGradientError(RuntimeError):
@@ -64,18 +67,24 @@ class Gradients:
         if t.index in self._hooks:
             self._hooks.pop(t.index).remove()
         ours = weakref.ref(self)  # a parameter must not keep alive what watches it
+        may_wait = t.stop - t.start <= SMALL_ELEMENTS
 
-        def arrived(_: torch.Tensor) -> None:
+        def arrived(parameter: torch.Tensor) -> None:
             gradients = ours()
-            if gradients is not None:
-                gradients._arrived(t)
+            if gradients is None or (may_wait and not gradients._listening):
+                return
+            grad = parameter.grad
+            if grad is not None:
+                gradients._arrived(t, grad)
 
         self._hooks[t.index] = t.parameter.register_post_accumulate_grad_hook(arrived)
 
     def begin(self, slot: Slot) -> None:
         """Drop what every `p.grad` holds; what backwards give from now on goes into `slot`."""
+        if self._pending:
+            self._device.synchronize()  # of a gradient that was given up: what is copied must not be freed
         self._slot = slot
-        self._finite, self._last = True, False
+        self._finite, self._last, self._listening = True, False, False
         self._departure: Departure | None = None
         self._pending.clear()
         for t in self._trained:
@@ -95,6 +104,7 @@ class Gradients:
                 self._plan = plan_of(parts, self._trained)
             if self._finite:
                 self._departure = Departure(self._plan, ready)
+        self._listening = self._departure is not None or self._repeats is None
 
     def collect(self, clip_norm: float) -> tuple[frozenset[int], float, bool]:
         """After the last backward: absent tensors, the norm if it is to be clipped (else 0), and whether all is finite.
@@ -107,7 +117,9 @@ class Gradients:
         if clip_norm and not self._copies_at_once:
             absent, norm = self._clipped_on_device(clip_norm)
             return absent, norm, math.isfinite(norm)
-        absent = frozenset(t.index for t in self._trained if not self._completed(t))
+        views = self._slot.grads
+        others = [t for t in self._trained if t.parameter.grad is not views[t.index]]
+        absent = frozenset(t.index for t in others if not self._completed(t))
         self._device.synchronize()
         self._land()
         norm = _clipped(self._slot.grad, clip_norm) if clip_norm else 0.0
@@ -127,40 +139,37 @@ class Gradients:
 
     # ---- one tensor ---------------------------------------------------------------------------------
 
-    def _arrived(self, t: Placed) -> None:
-        if self._is_taken_at_once(t):
-            self._take(t)
+    def _arrived(self, t: Placed, grad: torch.Tensor) -> None:
+        if t.direct and grad.layout is torch.strided:
+            self._take(t, grad)
             if self._last:
                 self._note_arrival(t)
                 self._note_final(t)
         elif self._last:
             self._note_arrival(t)
-            self._download(t)
+            self._download(t, grad)
             self._land()
 
-    def _is_taken_at_once(self, t: Placed) -> bool:
-        return t.viewed and self._copies_at_once and t.parameter.grad.layout is torch.strided
-
-    def _take(self, t: Placed) -> None:
-        """Copy `p.grad` into the slot with the finite check, or check what was added to it there."""
-        parameter, slot, i = t.parameter, self._slot, t.index
-        grad, view, at, count = parameter.grad, slot.grads[i], slot.grads_at[i], t.stop - t.start
-        if grad is view:
+    def _take(self, t: Placed, grad: torch.Tensor) -> None:
+        """Copy a gradient into the slot with the finite check, or check what was added to it there."""
+        slot, i, source = self._slot, t.index, grad.data_ptr()
+        at, count = slot.grads_at[i], t.stop - t.start
+        if source == at:
             finite = finite_at(at, count)
-        elif _is_plain(grad):
-            finite = copy_checked(at, grad.data_ptr(), count)
-            parameter.grad = view
+        elif source and _is_plain(grad):
+            finite = copy_checked(at, source, count)
+            t.parameter.grad = slot.grads[i]
         else:
             with torch.no_grad():
-                view.copy_(grad)
+                slot.grads[i].copy_(grad)
             finite = finite_at(at, count)
-            parameter.grad = view
+            t.parameter.grad = slot.grads[i]
         if not finite:
             self._finite = False
 
-    def _download(self, t: Placed) -> None:
+    def _download(self, t: Placed, grad: torch.Tensor) -> None:
         with torch.no_grad():
-            source = dense(t.parameter.grad)
+            source = dense(grad)
             ticket = self._device.download(source, self._slot.grads[t.index])
         self._pending.append(_Download(t, ticket, source))
 
@@ -197,13 +206,11 @@ class Gradients:
         grad = t.parameter.grad
         if grad is None:
             self._slot.memory.grads[t.start : t.stop] = 0
-            return False
-        if not self._is_taken_at_once(t):
-            if not t.arrived:
-                self._download(t)
-        elif grad is not self._slot.grads[t.index]:
-            self._take(t)  # put there by hand: no hook has seen it
-        return True
+        elif t.direct and grad.layout is torch.strided:
+            self._take(t, grad)  # put there by hand: no hook has seen it
+        elif not t.arrived:
+            self._download(t, grad)
+        return grad is not None
 
     def _clipped_on_device(self, clip_norm: float) -> tuple[frozenset[int], float]:
         """Put the gradient together on the device, where a norm costs little, and copy it as a whole."""
@@ -226,15 +233,8 @@ def dense(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(grad: torch.Tensor) -> bool:
-    """Whether its values lie in host memory one after another, as float32, just as they are."""
-    return (
-        type(grad) is torch.Tensor
-        and grad.layout is torch.strided
-        and grad.dtype is torch.float32
-        and grad.is_contiguous()
-        and not grad.is_neg()
-        and grad.data_ptr() != 0
-    )
+    """Whether the values of a strided tensor lie in host memory one after another, as float32, just as they are."""
+    return type(grad) is torch.Tensor and grad.dtype is torch.float32 and grad.is_contiguous() and not grad.is_neg()
 
 
 def _clipped(flat: torch.Tensor, clip_norm: float) -> float:

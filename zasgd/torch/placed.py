@@ -32,7 +32,8 @@ class Placed:
     """One tensor of the module: where it hangs and, from element `start` of its section to `stop`, where it lies.
 
     `index` counts the tensors of its section. Of a parameter of that section, `parameter` is the object
-    that the run took over; `viewed`: it shares the memory of a flat vector; `version`: autograd's count of in-place
+    that the run took over; `viewed`: it shares the memory of a flat vector; `direct`: of one in the
+    host's memory, so that its gradient may too; `version`: autograd's count of in-place
     writes as of the last one of ours; `arrived`: the last backward of this push has given its gradient.
     """
 
@@ -44,6 +45,7 @@ class Placed:
     stop: int
     parameter: Any = None
     viewed: bool = False
+    direct: bool = False
     version: int = 0
     arrived: bool = False
 

@@ -40,6 +40,12 @@ class Slot:
         self.used: Any = device.mark()
         self.fresh = False
 
+    def mend(self, params: Sequence[Placed]) -> None:
+        """Make views of gradients again of what `.half()` and its kin let such a view become, being a `p.grad`."""
+        for t in params:
+            if self.grads[t.index].data_ptr() != self.grads_at[t.index]:
+                self.grads[t.index] = _view(self.memory.grads, t)
+
 
 def _view(flat: Array, t: Placed) -> torch.Tensor:
     return torch.from_numpy(flat[t.start : t.stop].reshape(t.spec.shape))
