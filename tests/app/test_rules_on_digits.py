@@ -1,8 +1,8 @@
 """What the rules are for: with sixteen workers plain updates fail on digits and compensated ones learn.
 
 Each run is `zasgd simulate`: real gradients, real broker, shards and workers, virtual time. Figures are test errors
-in percent at the hyper-parameters of one worker; means of two seeds where 5 % is the bound, since a seed is worth half
-a percent.
+in percent at the hyper-parameters of one worker. A seed is worth half a percent: where 5 % is the bound it is the mean of
+two, or of one for the rules of which no seed was seen above 4 %.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def test_sixteen_workers_without_compensation_fail(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "rule"),
-    [("digits", "dc-asgd-a"), ("digits_nag", "dana"), ("digits_nag", "gap-aware"), ("digits_nag", "dana+ga")],
+    ("recipe", "rule", "seeds"),
+    [("digits", "dc-asgd-a", 2), ("digits_nag", "dana", 2), ("digits_nag", "gap-aware", 1), ("digits_nag", "dana+ga", 1)],
 )
-def test_sixteen_workers_with_compensation_learn(recipe: str, rule: str) -> None:
-    assert fmean(error(recipe, rule, seed) for seed in (0, 1)) < 5
+def test_sixteen_workers_with_compensation_learn(recipe: str, rule: str, seeds: int) -> None:
+    assert fmean(error(recipe, rule, seed) for seed in range(seeds)) < 5
 
 
 @pytest.mark.slow

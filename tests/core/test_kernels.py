@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -457,6 +458,7 @@ known_processor = pytest.mark.skipif(
 )
 
 
+@functools.cache
 def loop_assembly(dispatcher: Any, signature: Any) -> str:
     """The compiled function without its wrapper, which unpacks Python floats and so does convert."""
     return str(re.split(r"\.globl\s+_ZN7cpython", dispatcher.inspect_asm(signature))[0])

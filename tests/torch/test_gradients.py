@@ -185,6 +185,13 @@ def test_a_gradient_that_was_put_there_by_hand_is_taken():
     assert not found.finite
 
 
+def test_a_strided_gradient_comes_in_the_order_of_its_parameter():
+    net = nn.Linear(3, 2, bias=False)
+    flat = FlatModule(net)
+    net.weight.grad = torch.arange(6.0).view(3, 2).t()
+    assert flat.gradient().grads[:6].tolist() == [0, 2, 4, 1, 3, 5]
+
+
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("when", [0, 1])
 def test_one_bad_element_in_one_of_two_backwards_is_seen(bad, when):

@@ -62,12 +62,13 @@ def train(recipe: Recipe, num_steps: int, num_workers: int) -> tuple[Server, lis
     trainer = Trainer(recipe)
     server, losses = Server(recipe, trainer, num_workers), []
     owns = [trainer.new_own() for _ in range(num_workers)]
+    memories = [trainer.new_memory() for _ in range(num_workers)]
     stream, every = grants(recipe, trainer.num_samples), recipe.rule.push_every
     for step in range(num_steps):
         worker, batches = step % num_workers, list(islice(stream, every))
         for section, vector in server.held[worker].items():
-            trainer.load(section, 0, vector)
-        gradient = trainer.gradient(batches, server.samples, owns[worker])
+            getattr(memories[worker], section)[:] = vector
+        gradient = trainer.gradient(batches, memories[worker], server.samples, owns[worker])
         assert gradient.finite
         server.apply(gradient, worker)
         losses.append(gradient.loss)

@@ -60,6 +60,7 @@ def broker_config(recipe: Recipe, num_servers: int, data_port: int, wants_evalua
         schedule=recipe.schedule_spec(),
         window_bytes=recipe.run.window_bytes,
         inflight=recipe.run.inflight,
+        push=recipe.push_compression(),
         pull=recipe.pull_compression(),
     )
     return BrokerConfig(

@@ -57,3 +57,11 @@ without the interpreter's lock. Compared as integers, as `kernels.largest_magnit
 
 finite_at: Callable[[int, int], bool] = njit(nogil=True)(_finite_at)
 """finite_at(address, count): whether `count` float32 elements from an address on, aligned to 4 bytes, are finite."""
+
+
+def warm_up() -> None:
+    """Compile both, which takes about half a second: before a fork, so that the children need not."""
+    memory = np.zeros(2, np.float32)
+    address = memory.ctypes.data
+    copy_checked(address, address + 4, 1)
+    finite_at(address, 1)

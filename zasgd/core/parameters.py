@@ -37,7 +37,7 @@ class ShardConfig:
     """What a shard must know to apply pushes; the broker sends it as JSON in WELCOME.
 
     groups: as the recipe has them. window_bytes: unacknowledged push bytes it stages per worker. inflight: pushes a
-    worker may have out beyond one. pull: how answers to pushes are compressed where they travel.
+    worker may have out beyond one. push, pull: how gradients, and answers to them, are compressed where they travel.
     """
 
     num_shards: int
@@ -46,6 +46,7 @@ class ShardConfig:
     schedule: Schedule
     window_bytes: int = 1 << 30
     inflight: int = 0
+    push: Compression = field(default_factory=Compression)
     pull: Compression = field(default_factory=Compression)
 
     def to_json(self) -> str:
@@ -54,7 +55,7 @@ class ShardConfig:
         plain["rule"] = self.rule.to_plain()
         plain["groups"] = [g.to_plain() for g in self.groups]
         plain["schedule"] = asdict(self.schedule)
-        plain["pull"] = self.pull.to_plain()
+        plain["push"], plain["pull"] = self.push.to_plain(), self.pull.to_plain()
         return json.dumps(plain)
 
     @classmethod
@@ -70,6 +71,7 @@ class ShardConfig:
             schedule=Schedule(**schedule),
             window_bytes=plain["window_bytes"],
             inflight=plain["inflight"],
+            push=Compression.from_plain(plain["push"]),
             pull=Compression.from_plain(plain["pull"]),
         )
 
@@ -84,7 +86,9 @@ class ShardConfig:
         self.optimizer().warm()
         if self.pull.codec != "none":
             self.optimizer().warm(in_place=False)
-            warm(self.pull)
+        for compression in (self.push, self.pull):
+            if compression.codec != "none":
+                warm(compression)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the forkserver loads before it forks: torch, and nothing that a fork would break.
+"""What the forkserver loads before it forks: torch, compiled loops, and nothing that a fork would break.
 
 Importing this module is its effect, since a module is all that multiprocessing lets a forkserver load. It
 starts no thread, opens no socket and never touches CUDA. Its log ends with READY once a fork no longer has to
@@ -26,6 +26,10 @@ def _load_torch() -> None:
     began = time.monotonic()
     try:
         import torch
+
+        from zasgd.core import copying
+
+        copying.warm_up()
     except Exception:  # a broken installation may raise anything: it ends here, in the log
         traceback.print_exc()
         print(FAILED, flush=True)

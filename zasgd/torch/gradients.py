@@ -31,7 +31,7 @@ from zasgd.torch.slot import Slot
 CLIP_EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 SMALL_ELEMENTS = 8192
-"""Gradients of up to so many elements wait for the end where no part may leave early: hooks cost more than they save."""
+"""Gradients of up to so many elements wait for the end, unless parts may leave early: hooks cost more than that."""
 
 
 class RepeatedGradientError(RuntimeError):

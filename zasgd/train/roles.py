@@ -58,9 +58,10 @@ def run_evaluator(options: RoleOptions, run_dir: str) -> int:
 def _worker(options: RoleOptions) -> Stop:
     recipe = _recipe(options)
     trainer = make_trainer(recipe, _prepare_torch(options, recipe))
-    node = Worker(
-        time.monotonic(), new_token(), _config(options, recipe), trainer.layout, trainer.num_samples, trainer.initial
-    )
+    config = _config(options, recipe)
+    if config.data_path in ("direct", "relay"):
+        recipe.warm_codecs()
+    node = Worker(time.monotonic(), new_token(), config, trainer.layout, trainer.num_samples, trainer.initial)
 
     own, life = trainer.new_own(), node.num_lives
 
@@ -68,6 +69,7 @@ def _worker(options: RoleOptions) -> Stop:
         nonlocal own, life
         if life != node.num_lives:  # after a fence it is a newcomer: to the shards its momentum is gone
             own, life = trainer.new_own(), node.num_lives
+            trainer.workload.flat.unbind()
 
         def ready(start: int, stop: int) -> None:
             post(lambda now: node.on_part(now, task, start))

@@ -6,6 +6,7 @@ Decides how a rate comes out of stamps. Never decides what a step is.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -34,49 +35,29 @@ class BenchError(Exception):
     """A measurement that could not be made; the text is one line."""
 
 
-class Gate:
-    """Open while a crew has its turn."""
-
-    def __init__(self) -> None:
-        self._open = SPAWN.Event()
-        self._is_open = SPAWN.RawValue("b", 0)  # an Event takes a lock to be asked
-
-    def open(self) -> None:
-        """The turn begins."""
-        self._is_open.value = 1
-        self._open.set()
-
-    def close(self) -> None:
-        """The turn is over."""
-        self._open.clear()
-        self._is_open.value = 0
-
-    def is_open(self) -> bool:
-        """Whether it is this crew's turn."""
-        return bool(self._is_open.value)
-
-    def wait(self) -> None:
-        """Until the turn begins."""
-        self._open.wait()
-
-
 class Lane:
-    """One process of a crew: when its steps began, and what else it spent its time on."""
+    """One process of a crew, and when its steps began."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, turn: Any) -> None:
+        """turn: shared, 1 while it is the crew's turn."""
+        self._turn = turn
         self._stamps = SPAWN.RawArray("d", CAPACITY)
         self._num_stamps = SPAWN.RawValue("q", 0)
         self._stands = SPAWN.RawValue("b", 0)
+        self._woken, self._waker = SPAWN.Pipe(duplex=False)  # an Event would leave semaphores when we are killed
 
     def begin_step(self) -> None:
         """Called by the process before each step: stands still while it is not the crew's turn, then stamps."""
-        if not self._gate.is_open():
+        if not self._turn.value:
             self._stands.value = 1
-            self._gate.wait()
+            self._woken.recv_bytes()
             self._stands.value = 0
         self._stamps[self._num_stamps.value % CAPACITY] = time.monotonic()
         self._num_stamps.value += 1
+
+    def wake(self) -> None:
+        """Let the process go on, which stands still."""
+        self._waker.send_bytes(b"x")
 
     @property
     def num_steps(self) -> int:
@@ -133,11 +114,11 @@ class Meter:
 
 
 class Crew:
-    """Processes whose lanes share one gate."""
+    """Processes that have their turns together."""
 
     def __init__(self, size: int) -> None:
-        self.gate = Gate()
-        self.lanes = tuple(Lane(self.gate) for _ in range(size))
+        self._turn = SPAWN.RawValue("b", 0)
+        self.lanes = tuple(Lane(self._turn) for _ in range(size))
         self.processes: list[BaseProcess] = []
 
     @property
@@ -151,14 +132,16 @@ class Crew:
         Raises BenchError.
         """
         self._until_all_stand()
-        self.gate.open()
+        self._turn.value = 1
+        for lane in self.lanes:
+            lane.wake()
         since = time.monotonic() + MARGIN_S
         try:
             self._rest(MARGIN_S + seconds)
             until = self._until_enough(since, since + seconds)
             self._rest(MARGIN_S)
         finally:
-            self.gate.close()
+            self._turn.value = 0
         self._until_all_stand()
         return [(len(begun) - 1) / (begun[-1] - begun[0]) for begun in self._begun(since, until)]
 
@@ -193,7 +176,7 @@ class Crew:
 @contextmanager
 def running(target: Callable[..., None], *arguments: Any, patience_s: float = 0.0) -> Iterator[BaseProcess]:
     """A process that calls `target`; killed at the end unless it ends by itself within `patience_s`."""
-    process = SPAWN.Process(target=_tied, args=(target, *arguments), daemon=True)
+    process = SPAWN.Process(target=_tied, args=(os.getpid(), target, *arguments), daemon=True)
     process.start()
     try:
         yield process
@@ -211,8 +194,10 @@ def running_crew(crew: Crew, calls: Sequence[tuple[Any, ...]]) -> Iterator[Crew]
         yield crew
 
 
-def _tied(target: Callable[..., None], *arguments: Any) -> None:
+def _tied(parent_pid: int, target: Callable[..., None], *arguments: Any) -> None:
     end_with_parent()
+    if os.getppid() != parent_pid:
+        return  # it ended while we were being imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # our parent hears it too, and ends us
     try:
         target(*arguments)

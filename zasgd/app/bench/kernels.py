@@ -95,7 +95,7 @@ def _kernel_rate(rule: RuleSpec, base: str, group: GroupSpec, params: int, repea
     vectors = 4 + rule.needs_snapshot + 2 * kept  # w read and written, what was pushed, what is sent
 
     def push() -> None:
-        optimizer.apply(w, ((0, pushed),), known, 1e-6, out, own=own)
+        optimizer.apply(w, ((0, pushed),), out, 1e-6, out, own=own)
 
     def copy() -> None:
         for _ in range(vectors // 2):
