@@ -19,6 +19,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "performance.md"
@@ -56,7 +57,7 @@ class Environment:
         install = [str(place / "bin" / "pip"), "install", "-q", "--disable-pip-version-check", *self.packages]
         done = subprocess.run(install, capture_output=True, text=True)
         if done.returncode:
-            raise Unavailable(f"cannot be installed: {last_line(done.stderr)}")
+            raise Unavailable(f"cannot be installed: {last_line(done.stderr)[:200]}")
 
     def _interpreter(self) -> str:
         """One that is not too new for the packages."""
@@ -81,7 +82,7 @@ class Row:
     name: str
     arguments: tuple[str, ...]
     environment: Environment | None = None
-    found: list[dict[str, float]] = field(default_factory=list)
+    found: list[dict[str, Any]] = field(default_factory=list)
     why_not: str = ""
 
     def measure(self, folder: Path) -> None:
@@ -90,13 +91,22 @@ class Row:
             return
         try:
             python = self.environment.python(folder) if self.environment else sys.executable
-            self.found.append(json.loads(output_of([python, *self.arguments])))
+            self.found.append(figures_of([python, *self.arguments]))
         except Unavailable as error:
             self.why_not = str(error)
 
     def median(self, key: str) -> float:
         """Over the runs."""
         return statistics.median(figures[key] for figures in self.found)
+
+
+def figures_of(command: list[str]) -> dict[str, Any]:
+    """The JSON object on the last line that `command` prints. Raises Unavailable."""
+    told = output_of(command)
+    try:
+        return json.loads(told)
+    except ValueError:
+        raise Unavailable(f"printed no figures but {told[:200]}") from None
 
 
 def output_of(command: list[str]) -> str:
@@ -111,7 +121,7 @@ def output_of(command: list[str]) -> str:
     finally:
         end_group(process)
     if process.returncode or not told.strip():
-        raise Unavailable(f"ended with exit code {process.returncode}: {last_line(errors)}")
+        raise Unavailable(f"ended with exit code {process.returncode}: {last_line(errors)[:200]}")
     return last_line(told)
 
 
@@ -126,7 +136,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 def last_line(text: str) -> str:
     """Its last line with something on it."""
-    return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
 
 
 def rows(params: int, workers: int, servers: int, seconds: float) -> list[Row]:

@@ -403,6 +403,48 @@ def kernels(
     bench.kernels(params, repeats, rules, json_output=json)
 
 
+@bench_app.command()
+def step(
+    path: Annotated[str, typer.Option(metavar="arena|direct|relay", help="How data goes to the shards.")] = "arena",
+    params: Annotated[int, typer.Option(min=16, help="Parameters of the model.")] = 25_000_000,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 4,
+    servers: Annotated[int, typer.Option(min=1, help="Parameter shards.")] = 2,
+    rule: Annotated[str, typer.Option(help="Rule that the shards apply.")] = "dc-asgd-c",
+    write_grads: Annotated[
+        bool, typer.Option("--write-grads", help="Workers write their gradients; else they lie in place.")
+    ] = False,
+    compress: Annotated[str, typer.Option(metavar="CODEC", help="Of pushes that travel.")] = "none",
+    compress_pull: Annotated[
+        str, typer.Option("--compress-pull", metavar="CODEC", help="Of answers that travel.")
+    ] = "none",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of each measurement.")] = 5.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Alternating repetitions; medians are printed.")] = 3,
+    json: Json = False,
+) -> None:
+    """Steps per second of all workers at once, and where their time goes, beside the bare kernel or bare sockets."""
+    from zasgd.app import bench
+
+    bench.step(
+        path, params, workers, servers, rule, seconds, repeats,
+        write_grads=write_grads, compress=compress, compress_pull=compress_pull, json_output=json,
+    )  # fmt: skip
+
+
+@bench_app.command()
+def scale(
+    workers: Annotated[str, typer.Option(metavar="A,B,C", help="Numbers of workers.")] = "1,2,4,8",
+    step_ms: Annotated[float, typer.Option("--step-ms", min=0.001, help="Mean milliseconds of compute.")] = 500.0,
+    params: Annotated[int, typer.Option(min=16, help="Parameters of the model.")] = 25_000_000,
+    servers: Annotated[int, typer.Option(min=1, help="Parameter shards.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each worker that are measured.")] = 20,
+    json: Json = False,
+) -> None:
+    """How much faster more workers are when sleeps, drawn from a Gamma distribution, stand for their GPUs."""
+    from zasgd.app import bench
+
+    bench.scale(workers, step_ms, params, servers, steps, json_output=json)
+
+
 def _load(source: str, overrides: list[str] | None, **shorthands: int | None):  # type: ignore[no-untyped-def]
     """The recipe with `--set` and the options that are shorthands for it."""
     from zasgd.train.recipe import load_recipe

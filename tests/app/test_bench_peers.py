@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import time
 from pathlib import Path
@@ -61,6 +62,14 @@ def test_a_program_that_fails_is_a_row_that_says_why_and_is_not_tried_again(peer
         row.measure(tmp_path)
     assert row.why_not == "ended with exit code 1: no such thing" and not row.found
     assert peers.table([row]).splitlines()[-1] == "| broken | ended with exit code 1: no such thing |  |"
+
+
+def test_a_program_whose_figures_cannot_be_read_is_such_a_row_too(peers: ModuleType, tmp_path: Path) -> None:
+    figures = {"steps_per_s": 2.5, "more": [0] * 300}
+    fine, chatty = (peers.Row("row", ("-c", f"print({told!r})")) for told in (json.dumps(figures), "hi"))
+    fine.measure(tmp_path), chatty.measure(tmp_path)
+    assert fine.found == [figures]
+    assert chatty.why_not == "printed no figures but hi"
 
 
 def test_packages_without_a_python_that_is_old_enough_are_a_reason_too(

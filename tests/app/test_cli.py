@@ -34,6 +34,9 @@ FROZEN = {
     "doctor": "recipe workers set warm json",
     "bench roundtrip": "params seconds repeats json",
     "bench kernels": "params repeats rules json",
+    "bench step": "path params workers servers rule write-grads compress compress-pull seconds repeats json",
+    "bench scale": "workers step-ms params servers steps json",
+    "clean": "json",
 }
 """Command -> its arguments and options. Whoever changes it changes what users have in their scripts."""
 

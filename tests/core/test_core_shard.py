@@ -243,8 +243,9 @@ def test_what_was_staged_is_discarded_by_abort_and_by_a_new_seq() -> None:
     bench.ask(Push, 3, version=0, **part)
     bench.ask(Push, 3, version=0, layout_hash=LAYOUT.hash, abort=True)
     assert not bench.shard.clients[ANN].staged
-    bench.ask(Push, 3, version=0, **part)
-    assert isinstance(bench.push(4, version=0), Ack)
+    assert bench.one(Push, 3, version=0, **part).code == "ABORTED", "a late copy of a part"
+    bench.ask(Push, 4, version=0, **part)
+    assert isinstance(bench.push(5, version=0), Ack)
     assert bench.shard.version == 1 and not bench.shard.clients[ANN].staged
 
 
@@ -368,17 +369,18 @@ def test_parts_of_two_pushes_are_staged_side_by_side() -> None:
 
 
 class Near(Bench):
-    """A shard that has opened Ann's region."""
+    """A shard that has opened Ann's region before anything else."""
 
     def __init__(self, config: ShardConfig = CONFIG) -> None:
-        super().__init__(config)
+        super().__init__(config, seeded=False)
         self.plan = RegionPlan(SIZE, config.inflight + 1)
         self.region = replace(private_region(self.plan), token=b"proof")
         self.share = self.offer()
         assert self.share == Share("r", self.plan, create=False)
         (self.attached,) = self.open(self.region)
+        assert isinstance(self.init(seq=2)[0], Ack)
 
-    def offer(self, seq: int = 2, **fields: Any) -> Any:
+    def offer(self, seq: int = 1, **fields: Any) -> Any:
         """The one effect of an offer."""
         ids = {"run": RUN, "shard": 0, "worker": 0, "incarnation": ANN, "seq": seq}
         attach = Attach(**{**ids, "name": "r", "slots": self.plan.num_slots, **fields})
@@ -400,7 +402,7 @@ def test_an_offered_region_is_opened_and_the_answer_proves_it() -> None:
 
 def test_in_shared_memory_gradient_and_parameters_stay_where_they_are() -> None:
     bench = Near()
-    pulled = bench.one(Pull, 3)
+    pulled = bench.one(Pull, 3, shared=True)
     assert (pulled.shared, pulled.params) == (True, ()) and pulled.stats.size == 16
     bench.region.grads[0][:] = 3.0
     ack = bench.push(4, version=0, grads=(), shared=True)
@@ -412,15 +414,30 @@ def test_in_shared_memory_gradient_and_parameters_stay_where_they_are() -> None:
 
 def test_an_update_is_written_to_the_slot_of_its_push_and_to_no_other() -> None:
     bench = Near(TWO_SLOTS)
-    bench.ask(Pull, 3, slot=1)
+    bench.ask(Pull, 3, slot=1, shared=True)
     bench.region.params[0][:] = 9.0
     bench.region.grads[1][:] = 1.0
     bench.push(4, version=0, grads=(), shared=True, slot=1)
     assert (bench.region.params[1] == -1.0).all() and (bench.region.params[0] == 9.0).all()
 
 
+def test_a_worker_that_never_heard_the_yes_is_sent_its_parameters() -> None:
+    bench = Near()
+    assert (values(bench.one(Pull, 3)) == 0.0).all()
+    assert (values(bench.push(4, version=0)) == -1.0).all()
+    assert (bench.region.params[0] == 0.0).all(), "nobody reads there"
+
+
+def test_a_worker_that_has_begun_gets_no_region_any_more() -> None:
+    bench = Near()
+    bench.admit(BOB)
+    bench.ask(Pull, 1, BOB)
+    assert bench.offer(worker=BOB - ANN, incarnation=BOB, name="b", seq=2).message.code == "NO_ARENA"
+
+
 def test_who_shares_no_memory_cannot_say_that_its_gradient_lies_there() -> None:
     bench = Bench()
+    assert bench.one(Pull, 9, shared=True).code == "NO_ARENA"
     bench.ask(Pull, 2)
     assert bench.push(3, version=0, grads=(), shared=True).code == "NO_ARENA"
     assert bench.shard.version == 0
@@ -443,8 +460,7 @@ def test_with_the_end_of_a_life_its_region_is_closed() -> None:
 
 def test_memory_that_is_shared_is_not_the_shards() -> None:
     bench, alone = Near(), Bench()
-    for b in (bench, alone):
-        b.ask(Pull, 3)
+    bench.ask(Pull, 3, shared=True), alone.ask(Pull, 3)
     assert alone.shard.facts()["resident_bytes"] - bench.shard.facts()["resident_bytes"] >= 4 * SIZE
 
 
@@ -509,7 +525,7 @@ def test_what_does_not_unpack_is_refused_and_changes_nothing(fields: dict[str, A
     bench = Bench()
     bench.ask(Pull, 2)
     body = {**compressed("bf16", np.ones(SIZE, np.float32)), **fields}
-    assert bench.push(3, version=0, **body).code in ("BAD_SHAPE", "TOO_LARGE")
+    assert bench.push(3, version=0, **body).code in ("BAD_SHAPE", "BAD_FIELD")
     assert bench.shard.version == 0
     assert isinstance(bench.push(4, version=0), Ack)
 
@@ -664,11 +680,12 @@ def test_a_large_slice_is_sent_in_parts_that_fit() -> None:
     shard.on_message(0.0, BROKER, Welcome(**WELCOME, config=CONFIG.to_json()))
     shard.on_message(0.0, BROKER, Admit(run=RUN, shard=0, incarnation=ANN, layout=layout, num_samples=1))
     ids = {"run": RUN, "shard": 0, "incarnation": ANN}
-    for i, (offset, pieces) in enumerate(wire.split(np.arange(layout.sizes["params"], dtype=np.float32))):
-        init = Init(**ids, seq=1, part=i, parts=2, layout_hash=layout.hash, offset=offset, params=pieces)
+    cuts = list(wire.split(np.arange(layout.sizes["params"], dtype=np.float32)))
+    for i, (offset, pieces) in enumerate(cuts):
+        init = Init(**ids, seq=1, part=i, parts=len(cuts), layout_hash=layout.hash, offset=offset, params=pieces)
         shard.on_message(0.0, "r", init)
     answers = [e.message for e in shard.on_message(0.0, "r", Pull(**ids, seq=2)) if isinstance(e, Send)]
-    assert len(answers) == 2
+    assert len(answers) == len(cuts) > 1
     decoded = [wire.decode([bytes(f) for f in wire.encode(answer)]) for answer in answers]
     assert (values(*decoded) == np.arange(layout.sizes["params"])).all()
     for answer in shard.on_message(0.0, "r", Pull(**ids, seq=3, inline=True)):

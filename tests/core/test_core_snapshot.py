@@ -47,25 +47,26 @@ def test_a_jump_over_the_whole_window_forgets_it() -> None:
 
 def test_a_slot_keeps_what_was_sent_to_it_last_and_the_newest_version_is_that_of_any_slot() -> None:
     client = Client(0, 1, num_slots=2)
-    for slot, version in ((0, 0), (1, 0), (1, 5), (0, 4)):
-        client.keep(slot, snapshot(version), 2.0)
+    for seq, (slot, version) in enumerate([(0, 0), (1, 0), (1, 5), (0, 4)], 10):
+        client.keep(slot, seq, snapshot(version), 2.0)
     assert {slot: kept.version for slot, kept in client.snapshots.items()} == {0: 4, 1: 5}
-    assert (client.newest, client.sent_at) == (5, 2.0)
+    assert (client.sent, client.newest, client.sent_at) == ({0: 13, 1: 12}, 5, 2.0)
 
 
 def test_what_is_sent_to_a_slot_lies_in_one_array_for_good() -> None:
-    """Its own, of the right size, until there is one; in the region where memory is shared."""
+    """Its own, of the right size, until there is one; in the region for a worker that says so."""
     client, whole = Client(0, 1, num_slots=2), Slice(16, 48)
-    first = client.array(0, whole)
+    first = client.array(0, whole, shared=False)
     assert (first.size, first.dtype) == (32, np.float32)
-    client.keep(0, replace(snapshot(0), params=first), 0.0)
-    assert client.array(0, whole) is first
-    assert not np.may_share_memory(client.array(1, whole), first)
+    client.keep(0, 1, replace(snapshot(0), params=first), 0.0)
+    assert client.array(0, whole, shared=False) is first
+    assert not np.may_share_memory(client.array(1, whole, shared=False), first)
     client.region = private_region(RegionPlan(64, 2))
     for slot in range(2):
         client.region.params[slot][:] = np.arange(64) + 100 * slot
-        assert (client.array(slot, whole) == np.arange(16, 48) + 100 * slot).all()
-        assert np.may_share_memory(client.array(slot, whole), client.region.params[slot])
+        lies = client.array(slot, whole, shared=True)
+        assert (lies == np.arange(16, 48) + 100 * slot).all() and np.may_share_memory(lies, client.region.params[slot])
+    assert client.array(0, whole, shared=False) is first
 
 
 def test_a_compressed_push_is_unpacked_where_that_of_its_slot_was() -> None:
@@ -77,7 +78,7 @@ def test_a_compressed_push_is_unpacked_where_that_of_its_slot_was() -> None:
 
 def test_snapshots_in_shared_memory_are_not_bytes_of_the_shard() -> None:
     client = Client(0, 1, num_slots=1)
-    client.keep(0, snapshot(3), 0.0)
+    client.keep(0, 1, snapshot(3), 0.0)
     assert client.num_bytes == 4
     client.region = private_region(RegionPlan(1))
     assert client.num_bytes == 0
@@ -87,9 +88,9 @@ def test_snapshots_in_shared_memory_are_not_bytes_of_the_shard() -> None:
 def test_every_table_of_a_client_is_bounded(num_slots: int) -> None:
     client = Client(0, 1, num_slots)
     for seq in range(1, 1000):
-        client.keep(seq % num_slots, snapshot(seq), 0.0)
+        client.keep(seq % num_slots, seq, snapshot(seq), 0.0)
         client.record(seq, Outcome(True, seq), Applied(seq, (Grant(0, seq, 0, 1),)))
-        client.stage(seq).add(0, (np.zeros(4, np.float32),))  # type: ignore[union-attr]
+        client.stage(seq % num_slots, seq).add(0, (np.zeros(4, np.float32),))  # type: ignore[union-attr]
         client.validate()
     assert (len(client.outcomes), len(client.pushes)) == (WINDOW, WINDOW)
     assert (len(client.snapshots), len(client.staged)) == (num_slots, num_slots)
@@ -99,8 +100,13 @@ def test_every_table_of_a_client_is_bounded(num_slots: int) -> None:
 @pytest.mark.parametrize("slot", [2, -1])
 def test_a_snapshot_in_a_slot_that_is_none_is_found(slot: int) -> None:
     client = Client(0, 1, num_slots=2)
-    client.keep(slot, snapshot(0), 0.0)
-    with pytest.raises(InvariantError, match="slot"):
+    client.keep(slot, 1, snapshot(0), 0.0)
+    with pytest.raises(InvariantError, match="a snapshot in a slot that is none"):
+        client.validate()
+    client.snapshots.clear()
+    client.validate()
+    client.stage(slot, 1)
+    with pytest.raises(InvariantError, match="staged in a slot that is none"):
         client.validate()
 
 
@@ -133,16 +139,23 @@ def test_an_empty_slice_is_covered_by_nothing_at_all() -> None:
     assert staged.covering(0) == []
 
 
-@pytest.mark.parametrize("num_slots", [1, 2])
-def test_of_more_pushes_than_slots_the_oldest_is_discarded_and_does_not_come_back(num_slots: int) -> None:
-    client = Client(0, 1, num_slots)
-    first, *others = range(5, 6 + num_slots)
-    client.stage(first).add(0, (np.zeros(4, np.float32),))  # type: ignore[union-attr]
-    assert client.stage(first).num_bytes == 16  # type: ignore[union-attr]
-    for seq in others:
-        assert client.stage(seq).num_bytes == 0  # type: ignore[union-attr]
-    assert list(client.staged) == others
-    assert client.stage(first) is None and list(client.staged) == others
+def test_in_a_slot_a_newer_push_discards_an_older_one_which_does_not_come_back() -> None:
+    client = Client(0, 1, num_slots=2)
+    client.stage(0, 5).add(0, (np.zeros(4, np.float32),))  # type: ignore[union-attr]
+    client.stage(1, 4).add(0, (np.zeros(2, np.float32),))  # type: ignore[union-attr]
+    assert client.stage(0, 5).num_bytes == 16  # type: ignore[union-attr]
+    assert client.stage(0, 6).num_bytes == 0  # type: ignore[union-attr]
+    assert client.stage(0, 5) is None
+    assert client.stage(1, 4).num_bytes == 8, "the other slot's"  # type: ignore[union-attr]
+
+
+def test_what_is_forgotten_is_that_push_and_no_other() -> None:
+    client = Client(0, 1, num_slots=2)
+    client.stage(0, 6), client.stage(1, 7)
+    client.unstage(0, 5), client.unstage(1, 6)
+    assert {slot: staged.seq for slot, staged in client.staged.items()} == {0: 6, 1: 7}
+    client.unstage(0, 6), client.unstage(0, 6)
+    assert list(client.staged) == [1]
 
 
 def test_a_frozen_copy_cannot_be_written() -> None:

@@ -399,7 +399,9 @@ def test_a_shard_that_has_read_something_else_has_other_memory() -> None:
     seat.shard(0, Attached, token=b"something else")
     effects = seat.shard(1, Err, code="NO_ARENA")
     assert seat.worker.attached == set() and seat.worker.data_path == "direct+relay"
-    assert [e.name for e in effects if isinstance(e, Unshare)] == [share.name], "memory that nobody shares is given back"
+    assert [e.name for e in effects if isinstance(e, Unshare)] == [share.name], (
+        "memory that nobody shares is given back"
+    )
 
 
 def test_without_shared_memory_data_travels_and_a_note_says_why() -> None:
@@ -420,7 +422,9 @@ def test_a_shard_that_does_not_answer_the_offer_is_reached_through_the_relay_aft
     assert seat.shard(0, Attached, token=b"proof") == [] and seat.worker.attached == set(), "too late"
 
 
-@pytest.mark.parametrize(("data_path", "asked"), [("auto", False), ("arena", True), ("direct", False), ("relay", False)])
+@pytest.mark.parametrize(
+    ("data_path", "asked"), [("auto", False), ("arena", True), ("direct", False), ("relay", False)]
+)
 def test_memory_is_asked_for_where_the_data_path_says(data_path: str, asked: bool) -> None:
     """Of shards on another host only `arena` tries: a container may share memory under another name."""
     seat = Seat(hosts=("there", "elsewhere"), host="here", data_path=data_path)

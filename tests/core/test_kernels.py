@@ -65,7 +65,7 @@ APART = [
     for groups in (next(groups for groups in SETS if not refusal(rule, groups)), SETS[4])
     if not refusal(rule, groups)
 ]
-"""Each rule with SGD, and with AdamW if it can: to be compiled for a snapshot that what is sent does not replace, too."""
+"""Each rule with SGD, and with AdamW if it can: compiled also for snapshots that what is sent does not replace."""
 
 
 def covering(size: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
@@ -345,7 +345,7 @@ def test_without_lag_no_stage_and_no_mode_changes_a_bit(rule: RuleSpec, groups: 
 def test_what_is_sent_replaces_the_snapshot_to_the_same_bits_as_beside_it(
     rule: RuleSpec, groups: tuple[GroupSpec, ...]
 ) -> None:
-    """Three workers in turn, so that snapshots are old; parameters, state, momentum and what is sent after each push."""
+    """Three workers in turn, so that snapshots are old: parameters, state, momentum, what is sent after each push."""
     size, cut = 333, 150
     segments = [Segment(a, b, i % len(groups), i) for i, (a, b) in enumerate(covering(size, [100, 200]))]
     one, other = (ShardOptimizer(rule, groups, segments, size) for _ in range(2))

@@ -91,7 +91,7 @@ def test_of_a_compressed_answer_shard_and_worker_have_the_same_bits_and_nothing_
             decode_onto(codec, part.packed, theirs[part.start : part.start + part.size])
         assert sent.differences and sent.params.tobytes() == theirs.tobytes()
     assert theirs == pytest.approx(shard.params, abs=1e-6), "what one answer lacked came with a later one"
-    at_hand = shard.apply(replace(push(sent), travels=False))
+    at_hand = shard.apply(replace(push(sent), compressible=False))
     assert not at_hand.differences and at_hand.params.tobytes() == shard.params.tobytes()
 
 

@@ -96,19 +96,19 @@ def test_64_mib_pass_through_8_mib_per_s_without_a_disconnect() -> None:
         pull = Pull(**stepper.ids, shard=0, seq=stepper.next_seq())
         sock.send_multipart([b"", *wire.encode(pull)])
         received, parts = 0, 0
-        while parts < 4:
+        while parts < 16:
             assert sock.poll(20_000), f"nothing for 20 s after {received >> 20} MiB"
             received += sum(len(f) for f in sock.recv_multipart())
             parts += 1
         assert received > 64 * MIB
         seq = stepper.next_seq()
         push = [
-            stepper.push(0, seq=seq, version=0, part=i, parts=4, offset=offset, grads=pieces, commit=i == 3)
+            stepper.push(0, seq=seq, version=0, part=i, parts=16, offset=offset, grads=pieces, commit=i == 15)
             for i, (offset, pieces) in enumerate(wire.split(np.ones(16 * MIB, np.float32)))
         ]
         for part in push:
             sock.send_multipart([b"", *wire.encode(part)], copy=False)
-        for _ in range(4):
+        for _ in range(16):
             assert sock.poll(40_000), "no acknowledgement"
             answer = wire.decode(sock.recv_multipart()[1:])
             assert answer.version == 1

@@ -12,9 +12,11 @@ _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 
 def explain(error: BaseException) -> tuple[str, int] | None:
     """(line, exit code) for an error that a user can mend; None for a bug of ours, which keeps its traceback."""
+    from zasgd.app.bench.crew import BenchError
     from zasgd.app.grid import GridError
     from zasgd.app.serve import RunFolderError
     from zasgd.app.simulate import SimulationError
+    from zasgd.core.region import SharedMemoryError
     from zasgd.core.replay import ReplayError
     from zasgd.core.rules import RuleError
     from zasgd.launch import LaunchError
@@ -44,10 +46,11 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         RuleError,
         GridError,
         ScenarioError,
+        BenchError,
     )
     if isinstance(error, (*usage, RunFolderError)):
         return str(error), USAGE
-    if isinstance(error, ReplayError | SimulationError):
+    if isinstance(error, ReplayError | SimulationError | SharedMemoryError):
         return str(error), FAILED
     if isinstance(error, MemoryError):
         return f"not enough memory: {str(error)[:200] or 'use a smaller model or fewer workers'}", FAILED

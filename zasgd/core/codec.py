@@ -36,9 +36,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _EXT_BUFFER = 1
+_REFS = tuple(msgpack.ExtType(_EXT_BUFFER, struct.pack("<H", i)) for i in range(MAX_BUFFERS))
 _ARRAY_KEYS = {b"nd", b"type", b"kind", b"shape", b"data"}
 _SCALAR_KEYS = {b"nd", b"type", b"data"}
-_ATOMS = frozenset((str, bytes, bool, int, float, type(None)))
+ATOMS = frozenset((str, bytes, bool, int, float, type(None)))
+"""The types of decoded values that hold no others."""
 
 
 class WireError(Exception):
@@ -53,6 +55,10 @@ class _BufferRef(int):
     """The index of a raw frame, as found inside a map."""
 
 
+# It calls no Python code while it packs, so no other thread can come in between.
+_pack_short = msgpack.Packer(buf_size=MAX_BODY_BYTES).pack
+
+
 def pack(value: Any, *, inline: bool = False) -> tuple[bytes, list[memoryview]]:
     """Encode plain values and numpy arrays.
 
@@ -62,28 +68,39 @@ def pack(value: Any, *, inline: bool = False) -> tuple[bytes, list[memoryview]]:
     not inline, more than 64 buffers, or a value that msgpack has no type for.
     """
     buffers: list[memoryview] = []
+    return pack_with(value, buffers, inline), buffers
+
+
+def pack_short(value: Any, buffers: list[memoryview]) -> bytes:
+    """As `pack_with`, not inline, at half its cost: for what is short and has its arrays described already."""
+    try:
+        return _pack_short(value)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, OverflowError):
+        return pack_with(value, buffers, inline=False)  # which takes more types, and says what is wrong
+
+
+def pack_with(value: Any, buffers: list[memoryview], inline: bool) -> bytes:
+    """The msgpack body of `value`; what it refers to is appended to `buffers`. Raises as `pack` does."""
 
     def default(obj: Any) -> Any:
         if isinstance(obj, np.ndarray):
-            return _pack_array(obj, buffers, inline)
+            return describe(obj, buffers, inline)
         if isinstance(obj, np.generic):
             return obj.item()
         raise WireError(f"a {type(obj).__name__} cannot travel", "BAD_TYPE")
 
     try:
-        body = msgpack.Packer(default=default, use_bin_type=True).pack(value)
+        return msgpack.Packer(default=default, use_bin_type=True).pack(value)  # type: ignore[no-any-return]
     except (
         TypeError,
         ValueError,
         OverflowError,
     ) as e:  # complex, over 64 bits, nested beyond msgpack's limit
         raise WireError(f"a value cannot travel: {e}", "BAD_TYPE") from None
-    if len(buffers) > MAX_BUFFERS:
-        raise WireError(f"a message has at most {MAX_BUFFERS} buffers, not {len(buffers)}", "TOO_LARGE")
-    return body, buffers
 
 
-def _pack_array(array: np.ndarray[Any, Any], buffers: list[memoryview], inline: bool) -> dict[bytes, Any]:
+def describe(array: np.ndarray[Any, Any], buffers: list[memoryview], inline: bool) -> dict[bytes, Any]:
+    """The map that stands for an array; the bytes of a large one are appended to `buffers`. Raises as `pack` does."""
     name = _NAMES.get(array.dtype)
     if name is None:
         raise WireError(f"dtype {array.dtype.str} cannot travel", "BAD_DTYPE")
@@ -93,7 +110,9 @@ def _pack_array(array: np.ndarray[Any, Any], buffers: list[memoryview], inline: 
     else:
         if array.nbytes > MAX_FRAME_BYTES:
             raise WireError(f"an array of {array.nbytes} bytes is over one frame; send pieces", "TOO_LARGE")
-        data = msgpack.ExtType(_EXT_BUFFER, struct.pack("<H", len(buffers)))
+        if len(buffers) == MAX_BUFFERS:
+            raise WireError(f"a message has at most {MAX_BUFFERS} buffers", "TOO_LARGE")
+        data = _REFS[len(buffers)]
         buffers.append(np.ascontiguousarray(array).data.cast("B"))
     return {b"nd": True, b"type": name, b"kind": b"", b"shape": array.shape, b"data": data}
 
@@ -104,18 +123,23 @@ def unpack(body: Buffer, buffers: Sequence[Buffer] = (), *, max_body_bytes: int 
     Arrays are read-only: views of `buffers` or, where a frame starts at an unaligned address, copies. Each
     buffer must be used exactly once.
     """
-    if len(body) > max_body_bytes:
-        raise WireError(f"the body has {len(body)} bytes, at most {max_body_bytes} are allowed", "TOO_LARGE")
-    tree = _tree(body)
+    tree = read(body, max_body_bytes)
     unused = set(range(len(buffers)))
-    value = tree if type(tree) in _ATOMS else _resolve(tree, buffers, unused, 1)
+    value = tree if type(tree) in ATOMS else resolve(tree, buffers, unused)
     if unused:
-        raise WireError(f"{len(unused)} of {len(buffers)} buffers are not referred to")
+        raise left_over(unused, buffers)
     return value
 
 
-def _tree(body: Buffer) -> Any:
-    """What msgpack makes of the body, arrays still as maps."""
+def left_over(unused: set[int], buffers: Sequence[Buffer]) -> WireError:
+    """The refusal of buffers that no array refers to."""
+    return WireError(f"{len(unused)} of {len(buffers)} buffers are not referred to")
+
+
+def read(body: Buffer, max_body_bytes: int) -> Any:
+    """What msgpack makes of the body, arrays still as the maps that describe them: for `resolve`. Raises WireError."""
+    if len(body) > max_body_bytes:
+        raise WireError(f"the body has {len(body)} bytes, at most {max_body_bytes} are allowed", "TOO_LARGE")
     size = len(body)
     long = size > MAX_BODY_BYTES
     hook = _counter() if long else None  # a short body cannot hold MAX_VALUES
@@ -156,8 +180,11 @@ def _buffer_ref(code: int, data: bytes) -> _BufferRef:
     return _BufferRef(int.from_bytes(data, "little"))
 
 
-def _resolve(node: Any, buffers: Sequence[Buffer], unused: set[int], depth: int) -> Any:
-    """A list or map, now with its arrays in place of the maps that describe them."""
+def resolve(node: Any, buffers: Sequence[Buffer], unused: set[int], depth: int = 1) -> Any:
+    """A list or map at `depth`, now with its arrays in place of the maps that describe them.
+
+    unused: indices of `buffers` that no array has referred to yet. Raises WireError.
+    """
     if depth > MAX_DEPTH:
         raise WireError(f"the body is nested deeper than {MAX_DEPTH}")
     kind = type(node)
@@ -167,12 +194,12 @@ def _resolve(node: Any, buffers: Sequence[Buffer], unused: set[int], depth: int)
         for key, value in node.items():
             if type(key) is not str:
                 raise WireError("a map key is not a string")
-            if type(value) not in _ATOMS:
-                node[key] = _resolve(value, buffers, unused, depth + 1)
+            if type(value) not in ATOMS:
+                node[key] = resolve(value, buffers, unused, depth + 1)
     elif kind is list:
         for i, value in enumerate(node):
-            if type(value) not in _ATOMS:
-                node[i] = _resolve(value, buffers, unused, depth + 1)
+            if type(value) not in ATOMS:
+                node[i] = resolve(value, buffers, unused, depth + 1)
     else:
         raise WireError(f"a {kind.__name__} has no place here")
     return node
@@ -213,14 +240,12 @@ def _shaped(data: Buffer, dtype: np.dtype[Any], shape: Any) -> np.ndarray[Any, A
         num_bytes *= size
     if num_bytes != len(data):
         raise WireError(f"shape {shape} of {dtype.str} does not make {len(data)} bytes", "BAD_SHAPE")
-    flat = np.frombuffer(data, dtype) if num_bytes else np.empty(0, dtype)
-    flags = flat.flags
-    if not flags.aligned:
+    flat: np.ndarray[Any, Any] = np.ndarray((num_bytes // dtype.itemsize,), dtype, data if num_bytes else None)
+    if not flat.flags.aligned:
         flat = flat.copy()  # frames of 33 B to 8 KiB start anywhere
-        flags = flat.flags
     if dtype.kind == "b" and num_bytes and flat.view(np.uint8).max() > 1:
         raise WireError("a boolean is neither 0 nor 1", "BAD_DTYPE")
-    flags.writeable = False  # a message never changes, also where its frame could
+    flat.setflags(write=False)  # a message never changes, also where its frame could
     try:
         return flat if len(shape) == 1 else flat.reshape(shape)
     except ValueError:  # an empty array whose other sizes multiply beyond 2^63

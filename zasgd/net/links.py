@@ -13,11 +13,11 @@ from typing import Protocol
 
 import zmq
 
-from zasgd.core.codec import INLINE_BELOW_BYTES, Buffer, WireError
+from zasgd.core.codec import Buffer, WireError
 from zasgd.core.node import BROKER, PeerId, shard_peer
 from zasgd.core.wire import HEADER_BYTES
 from zasgd.net import sockets
-from zasgd.net.frames import read, write
+from zasgd.net.frames import content, read, waits, write
 from zasgd.net.relay import Relay
 
 MAX_ROUTE_FRAMES = 4
@@ -33,11 +33,11 @@ class Links(Protocol):
     dropped: Counter[str]
 
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
-        """What the loop polls; may grow when a link is dialled."""
+        """What the loop polls; grows only when a link is dialled."""
         ...
 
-    def receive(self, sock: zmq.Socket[bytes]) -> Iterator[tuple[PeerId, list[Buffer]]]:
-        """Messages that are waiting, without routing frames; raises nothing but zmq errors."""
+    def take(self, sock: zmq.Socket[bytes]) -> tuple[PeerId, list[Buffer]] | None:
+        """The next message without routing frames, None for one to ignore; raises zmq.Again when none is waiting."""
         ...
 
     def send(self, peer: PeerId, frames: list[Buffer]) -> None:
@@ -65,24 +65,19 @@ def send(sock: zmq.Socket[bytes], route: Sequence[Buffer], frames: list[Buffer],
         dropped["peer departed"] += 1
 
 
-def receive(sock: zmq.Socket[bytes], at_most: int = 64) -> Iterator[tuple[tuple[bytes, ...], list[Buffer]]]:
-    """(route, frames after the delimiter) of the messages that are waiting. A malformed envelope has no frames."""
-    for _ in range(at_most):
-        if not sock.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            return  # asking costs a tenth of an exception
-        parts = read(sock)
-        route = []
-        for i, part in enumerate(parts[: MAX_ROUTE_FRAMES + 1]):
-            if not len(part):
-                yield tuple(route), [_content(p) for p in parts[i + 1 :]]
-                break
-            route.append(part.bytes)
-        else:
-            yield (tuple(route[:1]) if sock.type == zmq.ROUTER else ()), []
+def take(sock: zmq.Socket[bytes]) -> tuple[tuple[bytes, ...], list[Buffer]]:
+    """(route, frames after the delimiter) of the next message; a malformed envelope has no frames. Raises zmq.Again."""
+    parts = read(sock)
+    for i, part in enumerate(parts[: MAX_ROUTE_FRAMES + 1]):
+        if not len(part):
+            return tuple([p.bytes for p in parts[:i]]), [content(p) for p in parts[i + 1 :]]
+    return ((parts[0].bytes,) if sock.type == zmq.ROUTER else ()), []
 
 
-def _content(frame: zmq.Frame) -> Buffer:
-    return frame.bytes if len(frame) < INLINE_BELOW_BYTES else frame.buffer
+def receive(sock: zmq.Socket[bytes]) -> Iterator[tuple[tuple[bytes, ...], list[Buffer]]]:
+    """What `take` returns of each message that is waiting."""
+    while waits(sock):
+        yield take(sock)
 
 
 def shard_of(frames: Sequence[Buffer]) -> PeerId:
@@ -103,8 +98,8 @@ class BrokerLinks:
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
         return (self._router,)
 
-    def receive(self, sock: zmq.Socket[bytes]) -> Iterator[tuple[PeerId, list[Buffer]]]:
-        return receive(sock)
+    def take(self, sock: zmq.Socket[bytes]) -> tuple[PeerId, list[Buffer]] | None:
+        return take(sock)
 
     def send(self, peer: PeerId, frames: list[Buffer]) -> None:
         send(self._router, peer, frames, self.dropped)  # type: ignore[arg-type]
@@ -129,9 +124,9 @@ class ShardLinks:
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
         return (self._control, self._data)
 
-    def receive(self, sock: zmq.Socket[bytes]) -> Iterator[tuple[PeerId, list[Buffer]]]:
-        for route, frames in receive(sock):
-            yield (BROKER if sock is self._control else route), frames
+    def take(self, sock: zmq.Socket[bytes]) -> tuple[PeerId, list[Buffer]] | None:
+        route, frames = take(sock)
+        return (BROKER if sock is self._control else route), frames
 
     def send(self, peer: PeerId, frames: list[Buffer]) -> None:
         if peer == BROKER:
@@ -163,12 +158,11 @@ class MemberLinks:
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
         return (self._control, *self._by_endpoint.values())
 
-    def receive(self, sock: zmq.Socket[bytes]) -> Iterator[tuple[PeerId, list[Buffer]]]:
-        for _, frames in receive(sock):
-            if sock is self._control:
-                yield BROKER, frames
-            elif frames and len(frames[0]) == HEADER_BYTES:
-                yield shard_of(frames), frames
+    def take(self, sock: zmq.Socket[bytes]) -> tuple[PeerId, list[Buffer]] | None:
+        _, frames = take(sock)
+        if sock is self._control:
+            return BROKER, frames
+        return (shard_of(frames), frames) if frames and len(frames[0]) == HEADER_BYTES else None
 
     def send(self, peer: PeerId, frames: list[Buffer]) -> None:
         sock = self._control if peer == BROKER else self._data.get(peer)

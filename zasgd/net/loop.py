@@ -1,7 +1,7 @@
 """The one loop that drives a core over ZeroMQ: poll, decode, hand over, carry out.
 
 Owns its sockets: only the thread that calls `run` touches them. Everybody else uses `post`. Sockets are drained before
-timers fire, so a loop that stood still hears the renewals that waited before it judges anybody.
+a timer fires, so a loop that stood still hears the renewals that waited before it judges anybody.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
+from zmq.backend import zmq_poll
 
 from zasgd.core import wire
 from zasgd.core.codec import Buffer, WireError
@@ -34,9 +35,12 @@ from zasgd.core.node import (
     Unshare,
 )
 from zasgd.core.region import SharedMemoryError
+from zasgd.net.frames import waits
 from zasgd.net.links import Links
 
 MAX_POLL_S = 60.0
+MAX_BATCH = 64
+"""Messages that one socket may bring before a timer fires, or another socket is looked at."""
 MAX_GARBAGE_ANSWERS_PER_S = 100
 KIND_OFFSET = 3
 """Where in F0 the kind stands, under every protocol version."""
@@ -63,16 +67,22 @@ class Loop:
         self.links = links
         self.garbage: Counter[str] = Counter()
         self._clock = clock
-        self._compute = compute
-        self._note = note
-        self._save = save
-        self._record = record
         self._share = share
-        self._unshare = unshare
+        self._effects: dict[type[Any], Callable[[Any], object]] = {
+            Dial: self._dial,
+            Compute: compute or _ignore,
+            Share: self._carry_out_share,
+            Unshare: unshare or _ignore,
+            Save: save or _ignore,
+            Record: (lambda effect: record(effect.row)) if record else _ignore,
+            Note: note or _ignore,
+            Stop: self._end,
+        }
         self._posted: deque[Callable[[float], list[Effect]]] = deque()
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._stop: Stop | None = None
         self._thread_id = 0
+        self._polled: list[tuple[Any, int]] = []
         self._carrying = False
         self._answer_budget = 0.0
         self._budget_at = clock()
@@ -97,46 +107,59 @@ class Loop:
     def run(self) -> Stop:
         """Until the node stops; closes the links. Exceptions of the node pass through: they are our bugs."""
         self._thread_id = threading.get_ident()
-        poller = zmq.Poller()
-        poller.register(self._wake_r, zmq.POLLIN)
-        known: set[zmq.Socket[bytes]] = set()
+        self._look_at_sockets()
         try:
             while self._stop is None:
-                for sock in self.links.sockets():
-                    if sock not in known:
-                        known.add(sock)
-                        poller.register(sock, zmq.POLLIN)
-                self._once(poller)
+                self._once()
             return self._stop
         finally:
             self.links.close()
             os.close(self._wake_r)
             os.close(self._wake_w)
 
-    def _once(self, poller: zmq.Poller) -> None:
-        wait_s = min(MAX_POLL_S, self.node.next_deadline() - self._clock())
-        ready = poller.poll(max(0, -int(-wait_s * 1000 // 1)))
-        for sock, _ in ready:
-            if sock == self._wake_r:
+    def _look_at_sockets(self) -> None:
+        self._polled = [(item, int(zmq.POLLIN)) for item in (self._wake_r, *self.links.sockets())]
+
+    def _once(self) -> None:
+        """What was posted, else the timer that is due, else a message of each socket that has some."""
+        if self._posted:
+            self._carry_out(self._posted.popleft()(self._clock()))
+            return
+        wait_s = self.node.next_deadline() - self._clock()
+        if wait_s <= 0:
+            self._fire()
+            return
+        for ready, _ in zmq_poll(self._polled, -int(-min(wait_s, MAX_POLL_S) * 1000 // 1)):
+            if self._stop is not None:
+                return
+            if ready is self._wake_r:
                 os.read(self._wake_r, 4096)
             else:
-                self._drain(sock)
+                self._take(ready)
+
+    def _fire(self) -> None:
+        """Hear everybody first: what is due may be to judge their silence."""
+        for sock in self.links.sockets():
+            for _ in range(MAX_BATCH):
+                if self._stop is not None or not waits(sock):
+                    break
+                self._take(sock)
         now = self._clock()
         if self._stop is None and self.node.next_deadline() <= now:
             self._carry_out(self.node.on_timer(now))
-        while self._posted and self._stop is None:
-            self._carry_out(self._posted.popleft()(self._clock()))
 
-    def _drain(self, sock: zmq.Socket[bytes]) -> None:
-        for peer, frames in self.links.receive(sock):
-            try:
-                msg = wire.decode(frames)
-            except WireError as e:
-                self._refuse(peer, frames, e)
-                continue
-            self._carry_out(self.node.on_message(self._clock(), peer, msg))
-            if self._stop is not None:
-                return
+    def _take(self, sock: zmq.Socket[bytes]) -> None:
+        """One message of a socket that has some."""
+        found = self.links.take(sock)
+        if found is None:
+            return
+        peer, frames = found
+        try:
+            msg = wire.decode(frames)
+        except WireError as e:
+            self._refuse(peer, frames, e)
+            return
+        self._carry_out(self.node.on_message(self._clock(), peer, msg))
 
     def _refuse(self, peer: PeerId, frames: list[Buffer], error: WireError) -> None:
         """Answer garbage with ERR, at most so many times a second; count all of it."""
@@ -159,31 +182,29 @@ class Loop:
         self.links.send(peer, wire.encode(Err(**ids, code=error.code, text=str(error)[:512])))
 
     def _carry_out(self, effects: list[Effect]) -> None:
-        self._carrying = True
+        before, self._carrying = self._carrying, True
         for effect in effects:
-            if isinstance(effect, Send):
-                self.links.send(effect.peer, wire.encode(effect.message))
-            elif isinstance(effect, Compute) and self._compute:
-                self._compute(effect)
-            elif isinstance(effect, Note):
-                if self._note:
-                    self._note(effect)
-            elif isinstance(effect, Dial):
-                self.links.dial(effect.peer, effect.endpoint)
-            elif isinstance(effect, Save) and self._save:
-                self._save(effect)
-            elif isinstance(effect, Record) and self._record:
-                self._record(effect.row)
-            elif isinstance(effect, Share):
-                self._carry_out(self.node.on_done(self._clock(), Computed(effect, self._shared(effect))))
-            elif isinstance(effect, Unshare) and self._unshare:
-                self._unshare(effect)
-            elif isinstance(effect, Stop):
-                self._stop = effect
-        self._carrying = False
+            kind = type(effect)
+            if kind is Send:
+                self.links.send(effect.peer, wire.encode(effect.message))  # type: ignore[union-attr]
+            else:
+                self._effects[kind](effect)
+        self._carrying = before
 
-    def _shared(self, share: Share) -> Any:
-        return self._share(share) if self._share else SharedMemoryError("this process shares no memory")
+    def _dial(self, effect: Dial) -> None:
+        self.links.dial(effect.peer, effect.endpoint)
+        self._look_at_sockets()
+
+    def _carry_out_share(self, effect: Share) -> None:
+        shared = self._share(effect) if self._share else SharedMemoryError("this process shares no memory")
+        self._carry_out(self.node.on_done(self._clock(), Computed(effect, shared)))
+
+    def _end(self, effect: Stop) -> None:
+        self._stop = effect
+
+
+def _ignore(effect: Effect) -> None:
+    """An effect that this process has no use for."""
 
 
 def _is_err(frames: list[Buffer]) -> bool:

@@ -31,14 +31,18 @@ from zasgd.core.shard import Shard
 from zasgd.core.worker import Failed
 from zasgd.net import sockets
 from zasgd.net.arena import Arena, default_folder
+from zasgd.net.heap import keep_heap
 from zasgd.net.links import BrokerLinks, MemberLinks, ShardLinks
 from zasgd.net.loop import Loop
 from zasgd.net.record import RecordWriter
 from zasgd.net.relay import Relay
 
-
 Post = Callable[[Callable[[float], list[Effect]]], None]
 """`Loop.post`."""
+
+MEMBER_SHARDS = 4
+"""A member opens its sockets before it hears how many shards there are. So many make two I/O threads: pushes leave by
+one while answers come by the other."""
 
 
 class Leaver(Node, Protocol):
@@ -81,6 +85,7 @@ def run_broker(
 ) -> Stop:
     """Serve a run on two addresses HOST:PORT. `ready` is called once both are bound. Raises sockets.BindError."""
     raise_file_limit()
+    keep_heap()
     with _context(config.num_shards) as ctx:
         relay = Relay(ctx, data)
         try:
@@ -110,6 +115,7 @@ def run_shard(
     record_to: folder for the record that `zasgd replay` reads; record_pushes: gradients included.
     """
     raise_file_limit()
+    keep_heap()
     with ExitStack() as stack:
         ctx = stack.enter_context(_context())
         record = stack.enter_context(RecordWriter(record_to)) if record_to else None
@@ -144,8 +150,9 @@ def run_member(
     So a lease is renewed while a gradient is computed; by `post` it can be told of parts that are ready. What `compute`
     raises goes to stderr with its traceback and to the node as Failed.
     """
+    keep_heap()
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with Arena(default_folder()) as arena, _context() as ctx:
+    with Arena(default_folder()) as arena, _context(MEMBER_SHARDS) as ctx:
         loop = Loop(
             node, MemberLinks(ctx, broker), compute=lambda effect: tasks.put(effect.task), note=note,
             share=arena.share, unshare=arena.unshare,

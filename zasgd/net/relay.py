@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, deque
+from typing import Any
 
 import zmq
+from zmq.backend import zmq_poll
 
 from zasgd.core.codec import MAX_BUFFERS
 from zasgd.core.wire import HEADER_BYTES, MAGIC
@@ -18,7 +20,7 @@ from zasgd.net import sockets
 from zasgd.net.frames import read, write
 
 MAX_ROUTE_FRAMES = 4
-MAX_BATCH = 64
+_POLLIN = int(zmq.POLLIN)
 
 
 class Relay:
@@ -65,66 +67,57 @@ class Relay:
 
     def _run(self) -> None:
         dealers: dict[int, zmq.Socket[bytes]] = {}
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wake_r, zmq.POLLIN)
+        polled = self._polled(dealers)
         while True:
-            ready = dict(poller.poll())
-            if self._wake_r in ready and not self._obey(dealers, poller):
-                break
-            if self._router in ready:
-                self._to_shards(dealers)
-            for dealer in dealers.values():
-                if dealer in ready:
-                    self._to_workers(dealer)
+            for ready, _ in zmq_poll(polled, -1):  # one message of each that has some, so none waits for another's many
+                if ready is self._router:
+                    self._to_shard(dealers)
+                elif ready is self._wake_r:
+                    os.read(self._wake_r, 4096)
+                else:
+                    self._to_worker(ready)
+            if self._orders:
+                if not self._obey(dealers):
+                    break
+                polled = self._polled(dealers)
         for sock in (self._router, *dealers.values()):
             sock.close(0)
 
-    def _obey(self, dealers: dict[int, zmq.Socket[bytes]], poller: zmq.Poller) -> bool:
-        os.read(self._wake_r, 4096)
+    def _polled(self, dealers: dict[int, zmq.Socket[bytes]]) -> list[tuple[Any, int]]:
+        return [(item, _POLLIN) for item in (self._wake_r, self._router, *dealers.values())]
+
+    def _obey(self, dealers: dict[int, zmq.Socket[bytes]]) -> bool:
         while self._orders:
             order = self._orders.popleft()
             if order is None:
                 return False
             shard, endpoint = order
             if shard in dealers:
-                poller.unregister(dealers[shard])
                 dealers.pop(shard).close(0)
             try:
                 dealers[shard] = sockets.dealer(self._ctx, endpoint, control=False)
             except sockets.AddressError:
                 self.dropped["a shard's endpoint that cannot be dialled"] += 1
-                continue
-            poller.register(dealers[shard], zmq.POLLIN)
         return True
 
-    def _to_shards(self, dealers: dict[int, zmq.Socket[bytes]]) -> None:
-        for _ in range(MAX_BATCH):
-            try:
-                frames = read(self._router)
-            except zmq.Again:
-                return
-            dealer = dealers.get(_shard_of(frames))
-            if dealer is None:
-                self.dropped["malformed or for no shard"] += 1
-                continue
-            try:
-                write(dealer, frames)
-            except zmq.Again:
-                self.dropped["shard not connected"] += 1
+    def _to_shard(self, dealers: dict[int, zmq.Socket[bytes]]) -> None:
+        frames = read(self._router)
+        dealer = dealers.get(_shard_of(frames))
+        if dealer is None:
+            self.dropped["malformed or for no shard"] += 1
+            return
+        try:
+            write(dealer, frames)
+        except zmq.Again:
+            self.dropped["shard not connected"] += 1
 
-    def _to_workers(self, dealer: zmq.Socket[bytes]) -> None:
-        for _ in range(MAX_BATCH):
-            try:
-                frames = read(dealer)
-            except zmq.Again:
-                return
-            try:
-                write(self._router, frames)
-            except zmq.ZMQError as e:
-                if e.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                    raise
-                self.dropped["worker departed"] += 1
+    def _to_worker(self, dealer: zmq.Socket[bytes]) -> None:
+        try:
+            write(self._router, read(dealer))
+        except zmq.ZMQError as e:
+            if e.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self.dropped["worker departed"] += 1
 
 
 def _shard_of(frames: list[zmq.Frame]) -> int:

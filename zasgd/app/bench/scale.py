@@ -50,7 +50,7 @@ def _tell(rows: list[dict[str, Any]], step_ms: float, params: int, json_output: 
     if json_output:
         print(as_json(rows))
         return
-    title = f"arena, {params} parameters, {RULE}, {step_ms:g} ms of compute per step"
+    title = f"{params} parameters, {step_ms:g} ms to compute"
     table = Table("workers", "steps/s", "speed-up", title=title)
     for row in rows:
         table.add_row(str(row["workers"]), f"{row['steps_per_s']:.2f}", f"{row['speedup']:.2f}")

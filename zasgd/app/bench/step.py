@@ -128,8 +128,9 @@ def _tell(found: dict[str, Any], seconds: float, json_output: bool) -> None:
         f"{found['rule']}; median of {found['repeats']} x {seconds:g} s"
     )
     limit = "bare kernel" if found["path"] == "arena" else "bare sockets"
-    table = Table("steps/s", "GB/s", limit, "ratio", *found["breakdown_ms"], title=title)
-    parts = (f"{ms:.1f} ms" for ms in found["breakdown_ms"].values())
+    heads = (f"{name.replace('_', ' ')} ms" for name in found["breakdown_ms"])
+    table = Table("steps/s", "GB/s", limit, "ratio", *heads, title=title)
+    parts = (f"{ms:.1f}" for ms in found["breakdown_ms"].values())
     rates = (f"{found['steps_per_s']:.1f}", f"{found['gb_per_s']:.1f}", f"{found['limit_steps_per_s']:.1f}")
     table.add_row(*rates, f"{100 * found['ratio']:.0f} %", *parts)
     Console(highlight=False).print(table)

@@ -1,0 +1,172 @@
+"""Every way that gradients and parameters take, over real sockets: each batch is applied once, whatever the line is like.
+
+Each test names the public report of the fault that it is about, where there is one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from net_proxies import LossyProxy, TcpProxy
+from net_rig import SMALL, until
+from net_shared_rig import SharedRig, SharingWorker, held, regions_in
+
+from zasgd.core import wire
+from zasgd.core.compress import CODECS, Compression
+from zasgd.core.layout import Layout, TensorSpec
+from zasgd.core.messages import Ack, Push
+from zasgd.core.worker import GradientTask
+
+MIB = 1 << 20
+SIZE = SMALL.sizes["params"]
+PATHS = {"arena": "arena", "direct": "direct", "relay": "relay", "mixed": "arena+direct"}
+"""How a test asks to be served, and what `status` calls it; mixed: the second shard shares no memory."""
+
+
+@pytest.fixture
+def folders() -> Iterator[list[Path]]:
+    """Two folders on real shared memory; all that was shared there is gone at the end."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tests-") as path:
+        folders = [Path(path) / "a", Path(path) / "b"]
+        for folder in folders:
+            folder.mkdir()
+        yield folders
+        assert regions_in(*folders) == []
+
+
+def layout_of(num_mib: float) -> Layout:
+    return Layout((TensorSpec("w", (int(num_mib * MIB) // 4,)),))
+
+
+def rig_for(path: str, folders: list[Path], **how: Any) -> SharedRig:
+    """Two shards; where the paths are mixed, they look for shared memory in different places."""
+    return SharedRig(folders if path == "mixed" else folders[:1] * 2, **how)
+
+
+def data_path(path: str) -> dict[str, Any]:
+    return {"data_path": "auto" if path == "mixed" else path}
+
+
+# ---- each way, once ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inflight", [0, 1])
+@pytest.mark.parametrize("path", PATHS)
+def test_every_way_counts_every_batch_once(path: str, inflight: int, folders: list[Path]) -> None:
+    with rig_for(path, folders, inflight=inflight, num_samples=60 * 8) as rig:
+        workers = [rig.sharing_worker(name=f"w{i}", **data_path(path)) for i in range(3)]
+        with held(*workers):
+            until(lambda: rig.paths() == dict.fromkeys(["w0", "w1", "w2"], PATHS[path]), what="the paths in status")
+            assert len(regions_in(*folders)) == (0 if path in ("direct", "relay") else 3)
+        rig.exactly_once(60)
+        assert rig.count(Push, shared=True) > 0 or path in ("direct", "relay")
+        assert rig.count(Push) > 0 or path == "arena"
+        assert rig.relay.dropped.total() == 0
+
+
+def test_status_tells_how_each_worker_is_served(folders: list[Path]) -> None:
+    with rig_for("mixed", folders) as rig:
+        there: dict[str, dict[str, Any]] = {
+            "near": {}, "forced": {"data_path": "direct"}, "relayed": {"data_path": "relay"}, "far": {"host": "away"},
+        }  # fmt: skip
+        workers = [rig.sharing_worker(name=name, **how) for name, how in there.items()]
+        with held(*workers):
+            expected = {"near": "arena+direct", "forced": "direct", "relayed": "relay", "far": "relay"}
+            until(lambda: rig.paths() == expected, what="the paths in status")
+        rig.exactly_once(8)
+
+
+@pytest.mark.parametrize(("path", "inflight"), [("direct", 1), ("relay", 0)])
+def test_parts_leave_while_the_gradient_is_computed(path: str, inflight: int, folders: list[Path]) -> None:
+    """Each of two shards takes its 20 MiB in parts, of which all but the one that commits leave early."""
+    with rig_for(path, folders, layout=layout_of(40), inflight=inflight, num_samples=4 * 8) as rig:
+        worker = rig.sharing_worker(data_path=path)
+        rig.exactly_once(4)
+        num_parts = len(list(wire.split(np.empty(20 * MIB // 4, np.float32))))
+        assert worker.num_early == 4 * 2 * (num_parts - 1) > 0
+        assert rig.count(Push) == 4 * 2 * num_parts
+
+
+# ---- compression ---------------------------------------------------------------------------------------
+
+
+def batch_values(task: GradientTask, size: int = SIZE) -> Any:
+    """Small whole numbers that depend on the batch: sums of them are exact, also in 16 bits."""
+    return np.random.default_rng(task.grants[0].batch).integers(-50, 50, size).astype(np.float32)
+
+
+def sum_of_batches(num_batches: int, size: int = SIZE) -> Any:
+    return sum(np.random.default_rng(batch).integers(-50, 50, size) for batch in range(num_batches))
+
+
+def leaving_after(num_batches: int, worker: Callable[[], SharingWorker]) -> Callable[[GradientTask], Any]:
+    """The values of a batch, of a worker that then leaves."""
+
+    def values(task: GradientTask) -> Any:
+        if task.grants[0].batch == num_batches - 1:
+            worker().leave()
+        return batch_values(task)
+
+    return values
+
+
+@pytest.mark.parametrize("path", ["direct", "relay"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_compressed_pushes_lose_nothing_by_the_time_their_worker_has_left(
+    codec: str, path: str, folders: list[Path]
+) -> None:
+    with rig_for(path, folders, num_samples=40 * 8) as rig:
+        compression = Compression(codec, share=0.1)
+        worker: list[SharingWorker] = []
+        values = leaving_after(20, lambda: worker[0])
+        worker.append(rig.sharing_worker(values=values, data_path=path, push=compression))
+        worker[0].running.result()
+        compressed = rig.count(Push, "" if codec == "none" else codec)
+        rig.sharing_worker(values=batch_values, data_path="arena")
+        summary = rig.ended()
+        assert (summary["samples"], summary["torn"], summary["skipped"]) == (40 * 8, 0, 0)
+        assert compressed >= 19 * 2
+        assert np.allclose(rig.flat(), -sum_of_batches(40), rtol=0, atol=0.01 if codec == "int8" else 0)
+
+
+@pytest.mark.parametrize("inflight", [0, 1])
+@pytest.mark.parametrize("codec", CODECS)
+def test_compressed_answers_leave_both_sides_with_the_same_parameters(
+    codec: str, inflight: int, folders: list[Path]
+) -> None:
+    with rig_for("direct", folders, inflight=inflight, pull=Compression(codec, 0.1), num_samples=40 * 8) as rig:
+        for path in ("direct", "relay"):
+            rig.sharing_worker(values=batch_values, data_path=path)
+        rig.ended()
+        assert np.array_equal(rig.flat(), -sum_of_batches(40))
+        assert rig.count(Ack, "" if codec == "none" else codec) >= 40 * 2
+
+
+# ---- lost answers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", ["arena", "relay", *(pytest.param(path, marks=pytest.mark.slow) for path in ("direct", "mixed"))]
+)
+def test_a_run_completes_although_5_percent_of_the_answers_are_lost(path: str, folders: list[Path]) -> None:
+    """ipyparallel PR#598, on every way; compressed where anything travels, and with two slots."""
+    both = Compression("topk", 0.1)
+    with ExitStack() as proxies, rig_for(path, folders, inflight=1, pull=both, num_samples=60 * 8) as rig:
+        lossy = rig.lead_shards_to(lambda port: proxies.enter_context(LossyProxy(port, 0.05, port)))
+        relay = proxies.enter_context(LossyProxy(rig.relay.port, 0.05, 1))
+        rig.lead_data_to(relay.port)
+        control = proxies.enter_context(LossyProxy(rig.port, 0.05, 2))
+        for _ in range(8):
+            rig.sharing_worker(address=control.address, push=both, values=batch_values, **data_path(path))
+        summary = rig.ended()
+        assert (summary["samples"], summary["torn"], summary["skipped"]) == (60 * 8, 0, 0)
+        assert relay.lost + sum(proxy.lost for proxy in lossy) >= 2, "nothing was lost: the test shows nothing"
