@@ -521,7 +521,7 @@ def bad_field(cls: type[Message], **fields: Any) -> str:
         (GrantMsg, {"grants": [[0, 1, 32, "64"]]}),
         (GrantMsg, {"grants": {"a": 1}}),
         (GrantMsg, {"grants": [{}]}),
-        (GrantMsg, {"grants": [[0, 1, 32, 64]] * 1025}),
+        (GrantMsg, {"grants": [[0, 1, 32, 64]] * 1537}),
         (Renew, {"final": [[1]]}),
         (Renew, {"final": [[1, [[0, 1, 32]]]]}),
         (Renew, {"final": [[1, []]] * 65}),

@@ -170,3 +170,73 @@ def test_a_run_completes_although_5_percent_of_the_answers_are_lost(path: str, f
         summary = rig.ended()
         assert (summary["samples"], summary["torn"], summary["skipped"]) == (60 * 8, 0, 0)
         assert relay.lost + sum(proxy.lost for proxy in lossy) >= 2, "nothing was lost: the test shows nothing"
+
+
+# ---- slow lines ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_mib", "mib_per_s"),
+    [
+        (8, 8),
+        pytest.param(64, 8, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
+        pytest.param(16, 1, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
+    ],
+)
+def test_a_push_through_a_slow_line_arrives_without_a_disconnect(
+    num_mib: int, mib_per_s: int, folders: list[Path]
+) -> None:
+    """libzmq#2709: heartbeats time out under a frame that takes too long. At 1 MiB/s ours take longer than a beat."""
+    with ExitStack() as proxies, SharedRig(folders[:1], layout=layout_of(num_mib), num_samples=8) as rig:
+        (slow,) = rig.lead_shards_to(lambda port: proxies.enter_context(TcpProxy(port, mib_per_s * MIB)))
+        worker = rig.sharing_worker(data_path="direct")
+        summary = rig.ended(within_s=20 * num_mib / mib_per_s + 20)
+        assert summary["updates"] == [1]
+        assert np.array_equal(rig.flat(), np.full(num_mib * MIB // 4, -1, np.float32))
+        assert (slow.num_connections, worker.node.num_lives) == (1, 1)
+
+
+@pytest.mark.parametrize("path", ["direct", "relay"])
+def test_a_slow_line_of_one_worker_leaves_the_rate_of_another_alone(path: str, folders: list[Path]) -> None:
+    """byteps#162: two workers on one host."""
+    with ExitStack() as proxies, SharedRig(folders[:1], layout=layout_of(2), num_samples=100_000) as rig:
+        fast = rig.sharing_worker(data_path=path)
+        until(lambda: len(fast.computed_at) >= 100, 60, "steps of the fast worker alone")
+        if path == "direct":
+            rig.lead_shards_to(lambda port: proxies.enter_context(TcpProxy(port, MIB)))
+        else:
+            rig.lead_data_to(proxies.enter_context(TcpProxy(rig.relay.port, MIB)).port)
+        joined_at = time.monotonic()
+        slow = rig.sharing_worker(data_path=path)
+        until(lambda: len(slow.computed_at) >= 2, 60, "a push of the slow worker through its line")
+        pull_and_push_s = slow.computed_at[1] - joined_at
+        assert pull_and_push_s > 4, "4 MiB have come and 2 MiB have gone: the line is not slow"
+        alone = [at for at in fast.computed_at if at < joined_at]
+        beside = [at for at in fast.computed_at if joined_at < at < slow.computed_at[1]]
+        assert step_s(beside) < 2 * step_s(alone)
+
+
+def step_s(computed_at: list[float]) -> float:
+    """The median step."""
+    return statistics.median(np.diff(computed_at))
+
+
+# ---- crowds --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_eight_workers_push_at_once(path: str, folders: list[Path]) -> None:
+    """pyzmq#2043, with 4 MiB each: every gradient is ready before the first one leaves."""
+    with rig_for(path, folders, layout=layout_of(4), num_samples=32 * 8) as rig:
+        all_ready, this_one = threading.Barrier(8), threading.local()
+
+        def values(task: GradientTask) -> float:
+            if not hasattr(this_one, "has_begun"):
+                this_one.has_begun = True
+                all_ready.wait(60)
+            return 1.0
+
+        for _ in range(8):
+            rig.sharing_worker(values=values, **data_path(path))
+        summary = rig.exactly_once(32)
+        assert summary["lag"]["max"] >= 7, "they did not push at once"

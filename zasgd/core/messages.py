@@ -21,6 +21,8 @@ from zasgd.core.codec import MAX_BUFFERS, WireError
 from zasgd.core.layout import Layout, LayoutError
 
 Array = np.ndarray[Any, Any]
+MAX_GRANTS = 1536
+"""Of one worker at a time: those of three pushes of at most 512 batches."""
 UNKNOWN_SHARD = 0xFFFF
 """The `shard` field of a message that concerns no particular shard."""
 
@@ -361,7 +363,7 @@ class Renew(Message):
     upto: int = body(integer, 0)
     final: tuple[Applied, ...] = body(many(applied, 64), ())
     torn: tuple[Applied, ...] = body(many(applied, 64), ())
-    refused: tuple[Refused, ...] = body(many(refused, 1024), ())
+    refused: tuple[Refused, ...] = body(many(refused, MAX_GRANTS), ())
     fenced: tuple[int, ...] = body(many(integer), ())
     seeded: int = body(integer, 0)
     decisions: int = body(integer, 0)
@@ -379,7 +381,7 @@ class GrantMsg(Message):
 
     kind = Kind.GRANT
     base: int = body(integer, 0)
-    grants: tuple[Grant, ...] = body(many(grant, 1024), ())
+    grants: tuple[Grant, ...] = body(many(grant, MAX_GRANTS), ())
     seed: bool = body(boolean, False)
     open: bool = body(boolean, False)
     drain: bool = body(boolean, False)
@@ -407,7 +409,7 @@ class Bye(Message):
     reason: str = body(text, "")
     final: tuple[Applied, ...] = body(many(applied, 64), ())
     torn: tuple[Applied, ...] = body(many(applied, 64), ())
-    refused: tuple[Refused, ...] = body(many(refused, 1024), ())
+    refused: tuple[Refused, ...] = body(many(refused, MAX_GRANTS), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

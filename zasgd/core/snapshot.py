@@ -208,7 +208,8 @@ class Client:
     def num_bytes(self) -> int:
         """Bytes of its snapshots and of what is staged, as far as they are not in shared memory."""
         staged = sum(s.num_bytes for s in self.staged.values())
-        snapshots = 0 if self.region is not None else sum(s.num_bytes for s in self.snapshots.values())
+        ours = self.region is None
+        snapshots = sum(s.num_bytes - (0 if ours else s.params.nbytes) for s in self.snapshots.values())
         return staged + snapshots + sum(array.nbytes for array in self._decoded.values())
 
     def validate(self) -> None:
