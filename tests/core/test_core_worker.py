@@ -379,7 +379,7 @@ def test_what_is_shared_does_not_travel_and_what_is_not_does() -> None:
     region = with_region(seat, share)
     seat.shard(0, Attached, token=b"proof")
     seat.shard(1, Err, code="NO_ARENA")
-    assert seat.worker.data_path == "arena+relay"
+    assert seat.worker.paths.name == "arena+relay"
     seat.grant(*BATCHES[:2])
     region.params[0][:32] = 7.0
     seat.shard(0, Params, version=3, shared=True, stats=np.zeros(16, np.float32))
@@ -398,7 +398,7 @@ def test_a_shard_that_has_read_something_else_has_other_memory() -> None:
     with_region(seat, share)
     seat.shard(0, Attached, token=b"something else")
     effects = seat.shard(1, Err, code="NO_ARENA")
-    assert seat.worker.attached == set() and seat.worker.data_path == "direct+relay"
+    assert seat.worker.paths.attached == set() and seat.worker.paths.name == "direct+relay"
     assert [e.name for e in effects if isinstance(e, Unshare)] == [share.name], (
         "memory that nobody shares is given back"
     )
@@ -418,8 +418,8 @@ def test_a_shard_that_does_not_answer_the_offer_is_reached_through_the_relay_aft
     seat.shard(1, Err, code="NO_ARENA")
     effects = seat.until(seat.now + 2.1)
     assert [(e.peer, e.endpoint) for e in effects if isinstance(e, Dial)] == [(shard_peer(0), "tcp://*:7471")]
-    assert seat.worker.phase is Phase.IDLE and seat.worker.data_path == "relay"
-    assert seat.shard(0, Attached, token=b"proof") == [] and seat.worker.attached == set(), "too late"
+    assert seat.worker.phase is Phase.IDLE and seat.worker.paths.name == "relay"
+    assert seat.shard(0, Attached, token=b"proof") == [] and seat.worker.paths.attached == set(), "too late"
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_a_fenced_life_ends_with_its_memory() -> None:
     (hello,) = seat.timers(Hello)
     effects = seat.broker(welcome(hello.token, ME + 1, hosts=("here", "there")))
     (again,) = (e for e in effects if isinstance(e, Share))
-    assert again.name != share.name and seat.worker.attached == set()
+    assert again.name != share.name and seat.worker.paths.attached == set()
 
 
 # ---- trouble ---------------------------------------------------------------------------------------------

@@ -344,7 +344,7 @@ def test_gradients_are_computed_in_the_region_and_a_push_says_only_where() -> No
     assert task is not None and desk.region is not None and task.parts == ()
     assert task.memory.params is desk.region.params[0] and task.memory.grads is desk.region.grads[0]
     assert [(m.shared, m.grads, m.commit) for m in desk.compute()] == [(True, (), True)] * 2
-    assert desk.worker.data_path == "arena"
+    assert desk.worker.paths.name == "arena"
 
 
 def test_who_read_another_token_shares_no_memory() -> None:
@@ -352,7 +352,7 @@ def test_who_read_another_token_shares_no_memory() -> None:
     first, second = desk.asked(Attach)
     attached(desk, first)
     attached(desk, second, token=b"of another region")
-    assert desk.worker.attached == {0} and desk.worker.data_path == "arena+relay"
+    assert desk.worker.paths.attached == {0} and desk.worker.paths.name == "arena+relay"
 
 
 def test_a_shard_that_refuses_is_sent_gradients() -> None:
@@ -373,7 +373,7 @@ def test_a_claim_to_have_written_into_memory_that_is_not_shared_brings_nothing()
     desk = at_the_table()
     while desk.worker.phase is Phase.ATTACHING:
         desk.timer()
-    assert desk.worker.attached == set()
+    assert desk.worker.paths.attached == set()
     desk.grant(2)
     for pull in desk.asked(Pull):
         desk.answer(pull, 4, shared=True, params=())
@@ -389,7 +389,7 @@ def test_offered_memory_that_nobody_took_is_given_back() -> None:
     assert Unshare(name) in desk.effects
     relay = [e for e in desk.effects if isinstance(e, Dial)][-2:]
     assert [(e.peer, e.endpoint) for e in relay] == [(shard_peer(k), "tcp://*:7471") for k in (0, 1)]
-    assert desk.worker.data_path == "relay"
+    assert desk.worker.paths.name == "relay"
 
 
 def test_a_region_that_cannot_be_made_costs_nothing_but_speed() -> None:
@@ -402,7 +402,7 @@ def test_a_region_that_cannot_be_made_costs_nothing_but_speed() -> None:
             return super().take(effects)
 
     desk = Full(data_path="arena")
-    assert desk.worker.phase is Phase.IDLE and desk.worker.data_path == "relay"
+    assert desk.worker.phase is Phase.IDLE and desk.worker.paths.name == "relay"
     assert not desk.count(Attach)
 
 
@@ -431,7 +431,7 @@ def test_memory_near_by_is_looked_for_only_where_a_shard_is_near() -> None:
     assert not shares(Elsewhere(data_path="auto", host="here").effects)
     desk = Beside(data_path="auto", host="here")
     assert len(shares(desk.effects)) == 1
-    assert desk.worker.dialled == {0: "direct", 1: "relay"}
+    assert desk.worker.paths.dialled == {0: "direct", 1: "relay"}
 
 
 # ---- parts that leave early ----------------------------------------------------------------------------

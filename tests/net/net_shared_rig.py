@@ -9,8 +9,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import numpy as np
 from net_rig import Checked, Rig, Running, RunningShard, bound_port, until
 
 from zasgd.core.compress import Compression
-from zasgd.core.messages import Ack, Message, Push
-from zasgd.core.node import Computed, Effect, Note, PeerId, Send, Stop
+from zasgd.core.messages import Ack, Message, Pull, Push
+from zasgd.core.node import Computed, Effect, Note, PeerId, Send
 from zasgd.core.parameters import ShardConfig
 from zasgd.core.shard import Shard
 from zasgd.core.worker import Gradient, GradientTask, Worker, WorkerConfig
@@ -43,21 +42,27 @@ def regions_in(*folders: Path) -> list[str]:
 
 
 class SharedRig(Rig):
-    """One shard for each of `folders`, in which it looks for shared memory."""
+    """One shard for each of `folders`, in which it looks for shared memory.
+
+    Workers that join before `begin` keep their first gradient until then: so none is late, however short the run.
+    """
 
     def __init__(self, folders: Sequence[Path], *, inflight: int = 0, pull: Compression = NONE, **how: Any) -> None:
         super().__init__(num_shards=len(folders), num_servers=0, **how)
         self.folders, self.inflight = tuple(folders), inflight
+        self.sharing: list[SharingWorker] = []
         told = replace(ShardConfig.from_json(self.config.shard_config), inflight=inflight, pull=pull)
         self.config = replace(self.config, shard_config=told.to_json())
         self.running.look(lambda: setattr(self.broker.run, "config", self.config))
         self.shards.extend(SharingShard(self.ctx, self.address, folder) for folder in folders)
+        self.go = threading.Event()
 
     def sharing_worker(self, folder: Path | None = None, address: str = "", **how: Any) -> SharingWorker:
         """One more worker, with shared memory in the first shard's folder unless another is given."""
         config = {"inflight": self.inflight, **how}
         found = SharingWorker(self, folder or self.folders[0], address or self.address, **config)
         self.workers.append(found)  # type: ignore[arg-type]
+        self.sharing.append(found)
         return found
 
     def lead_shards_to(self, proxy: Callable[[int], Any]) -> list[Any]:
@@ -77,11 +82,17 @@ class SharedRig(Rig):
         with Client(self.address) as client:
             return {w["name"]: w["data_path"] for w in client.status(10)["workers"]}
 
+    def begin(self) -> None:
+        """Everybody has joined: let the gradients go."""
+        until(lambda: self._raise_what_broke() or all(w.noted("joined") for w in self.sharing), 60, "all have joined")
+        self.go.set()
+
     def ended(self, within_s: float = 60.0) -> dict[str, Any]:
         """Wait for the end of the run and of all who take part; returns the broker's summary."""
+        self.begin()
         until(lambda: self._raise_what_broke() or not self.running.alive, within_s, "the end of the run")
         summary = self.completed(within_s)
-        for worker in self.workers:
+        for worker in self.sharing:
             worker.running.result(within_s)
         return summary
 
@@ -94,23 +105,24 @@ class SharedRig(Rig):
         return summary
 
     def count(self, kind: type[Message], codec: str = "", *, shared: bool = False) -> int:
-        """Messages that the shards took or sent: pushes, or answers to them, that went like this."""
+        """How many messages of a kind that went like this the shards took or, answers to pushes, sent."""
         watched: list[Any] = [shard.watched for shard in self.shards]  # type: ignore[attr-defined]
         return sum(found.seen[kind, codec, shared] for found in watched)
 
     def _raise_what_broke(self) -> None:
-        for member in (*self.workers, *self.shards):
+        for member in (*self.sharing, *self.shards):
             if not member.running.alive:
                 member.running.result()
 
     def __exit__(self, *exc: object) -> None:
+        self.go.set()
         super().__exit__(*exc)
-        for member in (*self.workers, *self.shards):
+        for member in (*self.sharing, *self.shards):
             member.close()  # type: ignore[attr-defined]
 
 
 class Watched(Checked):
-    """A checked shard that counts how pushes come and how they are answered."""
+    """A checked shard that counts how pushes and pulls come, and how pushes are answered."""
 
     def __init__(self, node: Any) -> None:
         super().__init__(node)
@@ -120,8 +132,9 @@ class Watched(Checked):
         effects = super().on_message(now, peer, msg)
         answers = [effect.message for effect in effects if isinstance(effect, Send)]
         for each in (msg, *answers):
-            if isinstance(each, Push | Ack):
-                self.seen[type(each), each.codec, each.shared] += 1
+            if isinstance(each, Push | Ack | Pull):
+                codec = "" if isinstance(each, Pull) else each.codec
+                self.seen[type(each), codec, each.shared] += 1
         return effects
 
 
@@ -158,7 +171,8 @@ class SharingWorker:
         size = rig.layout.sizes["params"]
         seed = {"params": np.zeros(size, np.float32), "stats": _no_stats(), "counters": _no_counters()}
         told = {"connect_timeout_s": 20.0, "broker_timeout_s": 20.0, "host": "here", **config}
-        self.node = Worker(time.monotonic(), new_token(), WorkerConfig(**told), rig.layout, rig.num_samples, lambda: seed)
+        which = (WorkerConfig(**told), rig.layout, rig.num_samples, lambda: seed)
+        self.node = Worker(time.monotonic(), new_token(), *which)
         self.arena = Arena(folder)
         self.links = MemberLinks(rig.ctx, address)
         self._tasks: queue.SimpleQueue[GradientTask | None] = queue.SimpleQueue()
@@ -199,6 +213,7 @@ class SharingWorker:
     def _compute(self, task: GradientTask) -> Gradient:
         """As backward does: from the end of the model to its beginning, each part told of when it is final."""
         self._compare(task)
+        self.rig.go.wait(60)
         values = np.broadcast_to(np.asarray(self.values(task), np.float32), task.memory.grads.shape)
         end = task.memory.grads.size
         for start, stop in reversed(task.parts):
@@ -224,19 +239,6 @@ class SharingWorker:
             kept, here = client.snapshots[slot.number], task.memory.params[part.start : part.stop]
             assert kept.version == slot.versions[number], f"shard {number} keeps another version"
             assert kept.params.tobytes() == here.tobytes(), f"shard {number} keeps other parameters"
-
-
-@contextmanager
-def held(*workers: SharingWorker) -> Iterator[threading.Event]:
-    """Each worker computes its next gradient and keeps it until the event is set, or this is over."""
-    go = threading.Event()
-    before = {worker: worker.values for worker in workers}
-    for worker in workers:
-        worker.values = lambda task, values=before[worker]: go.wait(60) and values(task)  # type: ignore[misc]
-    try:
-        yield go
-    finally:
-        go.set()
 
 
 def _raise(error: BaseException) -> list[Effect]:

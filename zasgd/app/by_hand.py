@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zasgd.app import serve
-from zasgd.core.worker import DATA_PATHS
+from zasgd.core.paths import DATA_PATHS
 from zasgd.net.client import Client
 from zasgd.net.processes import run_shard
 from zasgd.net.sockets import AddressError, BindError, check_bind, is_loopback, split_address

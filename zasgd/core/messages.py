@@ -641,8 +641,8 @@ class Push(Message):
     grants that the gradient consumed, how many samples it averages, the mean `loss` over them, and in `presence` which
     tensors of the layout's parameters got a gradient (bit i, lowest first; empty: all). `abort` discards what was
     staged. `slot` is the one whose snapshot it was computed on, and whose parameters the answer replaces. `shared`: the
-    gradient lies in the worker's region, in that slot, and the answer is to be written there. With `codec` the part is `count` elements from `offset` on,
-    compressed into `packed`.
+    gradient lies in the worker's region, in that slot, and the answer is to be written there. With `codec` the part is
+    `count` elements from `offset` on, compressed into `packed`.
     """
 
     kind = Kind.PUSH

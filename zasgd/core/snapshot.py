@@ -133,9 +133,9 @@ class Client:
     """One admitted incarnation, as one shard sees it.
 
     snapshots: by slot. sent: the seq that each of them answered. staged: by slot. region: memory shared with the
-    worker, under the name `region_name`; None if it has none. waiting: its push that is not applied yet. newest: version
-    of the latest snapshot, sent at `sent_at`; -1 before. step_s: running mean of the time from what was sent to the
-    push computed on it, 0 before the first.
+    worker, under the name `region_name`; None if it has none. waiting: its push that is not applied yet. newest:
+    version of the latest snapshot, sent at `sent_at`; -1 before. step_s: running mean of the time from what was sent
+    to the push computed on it, 0 before the first.
     """
 
     def __init__(self, worker: int, incarnation: int, num_slots: int) -> None:

@@ -50,7 +50,6 @@ from zasgd.core.node import (
     Compute,
     Computed,
     Deadlines,
-    Dial,
     Effect,
     InvariantError,
     Note,
@@ -62,16 +61,12 @@ from zasgd.core.node import (
     require,
     shard_peer,
 )  # fmt: skip
+from zasgd.core.paths import Paths
 from zasgd.core.region import Memory, Region, RegionPlan, memories, private_region
 from zasgd.core.reports import Reports
 from zasgd.core.snapshot import WINDOW
 from zasgd.core.transfer import Gradient, Pusher, take
 
-DATA_PATHS = ("auto", "arena", "direct", "relay")
-"""auto: memory shared with the shards of the same host, else the relay. arena: shared memory with any shard that can.
-
-direct: a connection to each shard. relay: through the broker, its one address.
-"""
 HELLO_EVERY_S = 0.5
 ATTACH_FOR_S = 2.0
 """A shard that has not answered so long after it was offered shared memory is reached through the relay."""
@@ -233,11 +228,7 @@ class Worker:
         self.slots: list[Slot] = []
         self.front = 0
         self.joint: Exchange | None = None
-        self.region_name = ""
-        self.attached: set[int] = set()
-        self.dialled: dict[int, str] = {}
-        self._relay = ""
-        self._token_there = b""
+        self.paths: Paths | None = None
         self._pusher: Pusher | None = None
         self.task: GradientTask | None = None
         self.grants: deque[Grant] = deque()
@@ -405,32 +396,19 @@ class Worker:
         self.num_shards, self.lease_s, self.window_bytes = msg.num_shards, msg.lease_s, msg.window_bytes
         self._timers.clear("hello")
         self._enter(Phase.IDLE)
-        self._relay = f"tcp://*:{msg.data_port}"
-        dials: list[Effect] = [self._dial(msg, k) for k in range(msg.num_shards)]
+        self.paths = Paths(self.config.data_path, self.config.host, msg)
         note = Note("joined", {"worker": self.worker, "incarnation": self.incarnation, "life": self.num_lives})
-        return [*dials, note, *self._memory(msg), *self._renew(now)]
-
-    def _dial(self, msg: Welcome, shard: int) -> Dial:
-        """Shards on the same host are asked without the broker in between, since their memory may be shared."""
-        near = self.config.data_path in ("auto", "arena") and self._is_near(msg, shard)
-        direct = near or self.config.data_path == "direct"
-        self.dialled[shard] = "direct" if direct else "relay"
-        return Dial(shard_peer(shard), msg.endpoints[shard] if direct else self._relay)
-
-    def _is_near(self, msg: Welcome, shard: int) -> bool:
-        return bool(self.config.host) and msg.hosts[shard : shard + 1] == (self.config.host,)
+        return [*self.paths.dials(), note, *self._memory(), *self._renew(now)]
 
     # ---- memory -----------------------------------------------------------------------------------
 
-    def _memory(self, msg: Welcome) -> list[Effect]:
+    def _memory(self) -> list[Effect]:
         """Ask for memory that shards can share, where any may; else take memory of our own."""
-        wanted = self.config.data_path == "arena"
-        wanted |= self.config.data_path == "auto" and any(self._is_near(msg, k) for k in range(msg.num_shards))
-        if not wanted:
+        if not self._paths.offers_memory:
             self._settle(private_region(self._plan))
             return []
-        self.region_name = f"{self.run:08x}-{self._life_token().hex()}"
-        return [Share(self.region_name, self._plan, create=True)]
+        self._paths.region = f"{self.run:08x}-{self._life_token().hex()}"
+        return [Share(self._paths.region, self._plan, create=True)]
 
     @property
     def _plan(self) -> RegionPlan:
@@ -438,17 +416,23 @@ class Worker:
 
     def _shared(self, now: float, done: Computed) -> list[Effect]:
         """The region that was asked for, or why there is none: then data travels."""
-        if done.task.name != self.region_name or self.phase in (Phase.LEAVING, Phase.STOPPED):
+        paths = self._paths
+        if done.task.name != paths.region or self.phase in (Phase.LEAVING, Phase.STOPPED):
             return []
         if not isinstance(done.result, Region):
-            self.region_name = ""
+            paths.region = ""
             self._settle(private_region(self._plan))
-            return [Note("arena_refused", {"why": str(done.result), "data_path": self.data_path}), *self._advance(now)]
-        self._token_there = done.result.token
+            dials = paths.fall_back(paths.dialled)
+            note = Note("arena_refused", {"why": str(done.result), "data_path": paths.name})
+            return [*dials, note, *self._advance(now)]
+        paths.token = done.result.token
         self.slots = self._slots_in(done.result)
         self._timers.set("attach", now + ATTACH_FOR_S)
-        name, slots = self.region_name, self.config.inflight + 1
-        offer = lambda k: [Attach(**self._ids(k), seq=self.seq, name=name, slots=slots)]  # noqa: E731
+        slots = self.config.inflight + 1
+
+        def offer(k: int) -> list[Message]:
+            return [Attach(**self._ids(k), seq=self.seq, name=paths.region, slots=slots)]
+
         return self._ask_all(now, Phase.ATTACHING, offer)
 
     def _attach_ends(self, now: float) -> list[Effect]:
@@ -456,33 +440,31 @@ class Worker:
         exchange, self.joint = self.joint, None
         if exchange is None:
             return []
+        paths = self._paths
         self._timers.clear("attach")
-        silent = [k for k, leg in exchange.legs.items() if not leg.settled]
-        dials: list[Effect] = [Dial(shard_peer(k), self._relay) for k in silent]
-        self.dialled |= dict.fromkeys(silent, "relay")
-        if self.attached:
+        dials = paths.fall_back(k for k, leg in exchange.legs.items() if not leg.settled)
+        unshare: list[Effect] = []
+        if paths.attached:
             self._settle(None)
-            unshare: list[Effect] = []
         else:
-            unshare, self.region_name = [Unshare(self.region_name)], ""
+            unshare, paths.region = [Unshare(paths.region)], ""
             self._settle(private_region(self._plan))
         self._enter(Phase.IDLE)
-        return [*dials, *unshare, Note("data_path", {"path": self.data_path}), *self._renew(now), *self._advance(now)]
+        return [*dials, *unshare, Note("data_path", {"path": paths.name}), *self._renew(now), *self._advance(now)]
 
     def _settle(self, region: Region | None) -> None:
         """From here on gradients are computed in this region, or in the one that is attached."""
         if region is not None:
             self.slots = self._slots_in(region)
-        self._pusher = Pusher(self.layout, self.num_shards, self.config.push, frozenset(self.attached))
+        self._pusher = Pusher(self.layout, self.num_shards, self.config.push, frozenset(self._paths.attached))
 
     def _slots_in(self, region: Region) -> list[Slot]:
         return [Slot(i, memory) for i, memory in enumerate(memories(region, self.layout))]
 
     @property
-    def data_path(self) -> str:
-        """How data goes to the shards, as `zasgd status` shows it."""
-        paths = {"arena" if k in self.attached else path for k, path in self.dialled.items()}
-        return "+".join(sorted(paths))
+    def _paths(self) -> Paths:
+        require(self.paths is not None, "not welcomed")
+        return self.paths  # type: ignore[return-value]
 
     def _granted(self, now: float, msg: GrantMsg) -> list[Effect]:
         if msg.seq <= self.answered:
@@ -509,7 +491,8 @@ class Worker:
         if msg.code == "SUPERSEDED":
             return self._stop(f"another worker joined as {self.config.name!r} and took this one's place", 3)
         note = Note("fenced", {"worker": self.worker, "incarnation": self.incarnation, "why": msg.text})
-        unshare: list[Effect] = [Unshare(self.region_name)] if self.region_name else []
+        region = self._paths.region
+        unshare: list[Effect] = [Unshare(region)] if region else []
         self.phase = Phase.JOINING
         self._begin_life(now)
         return [note, *unshare]
@@ -536,7 +519,7 @@ class Worker:
                 "loss_sum": self._loss_sum,
                 "step_s": self._step_s,
                 "lag": max(self.lags.values(), default=0),
-                "data_path": self.data_path,
+                "data_path": self.paths.name if self.paths else "",
             },
         }
 
@@ -626,7 +609,7 @@ class Worker:
         slot.seq, slot.pushing = self.seq, False
 
         def pull(k: int) -> list[Message]:
-            return [Pull(**self._ids(k), seq=slot.seq, slot=slot.number, shared=k in self.attached)]
+            return [Pull(**self._ids(k), seq=slot.seq, slot=slot.number, shared=k in self._paths.attached)]
 
         return self._ask(now, slot, pull)
 
@@ -702,12 +685,11 @@ class Worker:
     def _take(self, msg: Ack | Params | Attached) -> None:
         """A new part of an answer: parameters go where the next gradient of the slot is computed on them."""
         if isinstance(msg, Attached):
-            if msg.token == self._token_there:
-                self.attached.add(msg.shard)
+            self._paths.proved(msg)
             return
         slot = next((s for s in self.slots if s.exchange is not None and s.exchange.seq == msg.seq), None)
         if slot is not None:
-            slot.taken += take(msg, slot.memory, self._slices(msg.shard), shared=msg.shard in self.attached)
+            slot.taken += take(msg, slot.memory, self._slices(msg.shard), shared=msg.shard in self._paths.attached)
 
     def _slices(self, shard: int) -> dict[str, Slice]:
         return {section: self.layout.slices(section, self.num_shards)[shard] for section in SECTIONS}

@@ -74,9 +74,11 @@ def take(sock: zmq.Socket[bytes]) -> tuple[tuple[bytes, ...], list[Buffer]]:
     return ((parts[0].bytes,) if sock.type == zmq.ROUTER else ()), []
 
 
-def receive(sock: zmq.Socket[bytes]) -> Iterator[tuple[tuple[bytes, ...], list[Buffer]]]:
+def receive(sock: zmq.Socket[bytes], at_most: int = 64) -> Iterator[tuple[tuple[bytes, ...], list[Buffer]]]:
     """What `take` returns of each message that is waiting."""
-    while waits(sock):
+    for _ in range(at_most):
+        if not waits(sock):
+            return
         yield take(sock)
 
 
