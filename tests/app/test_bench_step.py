@@ -13,7 +13,7 @@ from zasgd.app.bench import BenchError
 from zasgd.app.bench import crew as crews
 from zasgd.app.bench.cluster import Setup, Turn
 from zasgd.app.bench.limits import bare_kernel
-from zasgd.core.compress import Compression
+from zasgd.core.compression import Compression
 from zasgd.core.rules import RuleSpec
 
 KEYS = [

@@ -18,11 +18,8 @@ from zasgd.core import codec as wire_codec
 from zasgd.core import compress
 from zasgd.core.compress import (
     BLOCK,
-    CODECS,
-    FEEDBACK,
     MAX_ELEMENTS,
     CodecError,
-    Compression,
     Feedback,
     decode,
     decode_onto,
@@ -31,6 +28,7 @@ from zasgd.core.compress import (
     packed_bytes,
     warm,
 )
+from zasgd.core.compression import CODECS, FEEDBACK, Compression
 from zasgd.core.kernels import Vector
 from zasgd.core.node import InvariantError
 

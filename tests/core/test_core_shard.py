@@ -10,7 +10,8 @@ import pytest
 
 from tests.core.test_core_bounds import over_the_wire
 from zasgd.core import wire
-from zasgd.core.compress import Compression, decode, decode_onto, encode
+from zasgd.core.compress import decode, decode_onto, encode
+from zasgd.core.compression import Compression
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.messages import (
     Ack,

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zasgd.core.compress import Compression, decode_onto
+from zasgd.core.compress import decode_onto
+from zasgd.core.compression import Compression
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.messages import Array, Grant, Push
 from zasgd.core.node import InvariantError

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from zasgd.core import wire
-from zasgd.core.compress import Compression, decode
+from zasgd.core.compress import decode
+from zasgd.core.compression import Compression
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.messages import (
     Ack,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from net_rig import Checked, Rig, Running, RunningShard, bound_port, until
 
-from zasgd.core.compress import Compression
+from zasgd.core.compression import Compression
 from zasgd.core.messages import Ack, Message, Pull, Push
 from zasgd.core.node import Computed, Effect, Note, PeerId, Send
 from zasgd.core.parameters import ShardConfig

@@ -22,7 +22,7 @@ from net_rig import SMALL, until
 from net_shared_rig import SharedRig, SharingWorker, regions_in
 
 from zasgd.core import wire
-from zasgd.core.compress import CODECS, Compression
+from zasgd.core.compression import CODECS, Compression
 from zasgd.core.layout import Layout, TensorSpec
 from zasgd.core.messages import Ack, Pull, Push
 from zasgd.core.worker import GradientTask, Phase

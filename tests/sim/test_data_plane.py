@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from zasgd.core import wire
-from zasgd.core.compress import Compression
+from zasgd.core.compression import Compression
 from zasgd.core.messages import Ack, Array, Attached, Grant, Kind, Message, Params, Push
 from zasgd.core.node import Compute, Computed, Effect, InvariantError, Node, PeerId, require
 from zasgd.core.parameters import ShardConfig

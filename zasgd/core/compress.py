@@ -13,22 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit
 
+from zasgd.core.compression import CODECS, FEEDBACK, Compression
 from zasgd.core.kernels import INFINITY_BITS, MAGNITUDE_BITS, Maybe, Vector, read_only
 from zasgd.core.node import require
 
 Array = np.ndarray[Any, Any]
 Packed = tuple[Array, ...]
 Loop = TypeVar("Loop", bound=Callable[..., Any])
-
-CODECS = ("none", "bf16", "fp16", "int8", "topk")
-FEEDBACK = frozenset({"int8", "topk"})
-"""Codecs of pushes that keep what was not sent."""
 
 MAX_ELEMENTS = 1 << 20
 """Elements of one part: as float32, or as indices of topk, they fill one frame."""
@@ -57,35 +53,6 @@ MARGIN = 16
 
 class CodecError(ValueError):
     """What is wrong with packed arrays, in one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compression:
-    """How float32 vectors are compressed: one of CODECS, and the share of elements that topk sends, in (0, 1].
-
-    Raises ValueError for anything else.
-    """
-
-    codec: str = "none"
-    share: float = 0.01
-
-    def __post_init__(self) -> None:
-        if self.codec not in CODECS:
-            raise ValueError(f"compression is one of {', '.join(CODECS)}, not {self.codec!r}")
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share <= 1:
-            raise ValueError(f"share, the part of the elements that topk sends, is in (0, 1], not {self.share!r}")
-
-    def to_plain(self) -> dict[str, Any]:
-        """A text and a number, for the wire and for files."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: Any) -> Compression:
-        """The inverse of to_plain; absent keys take their defaults. Raises ValueError for anything else."""
-        known = [f.name for f in fields(cls)]
-        if not isinstance(plain, dict) or not plain.keys() <= set(known):
-            raise ValueError(f"a compression has the keys {', '.join(known)}, not {plain!r:.80}")
-        return cls(**plain)
 
 
 def _compiled(function: Loop) -> Loop:

@@ -12,11 +12,12 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from zasgd.core.compress import Compression, encode_difference, warm
+from zasgd.core.compress import encode_difference, warm
+from zasgd.core.compression import UNCOMPRESSED, Compression
 from zasgd.core.guard import Gap, Guard
 from zasgd.core.kernels import Vector
 from zasgd.core.layout import Layout, Slice
@@ -46,8 +47,8 @@ class ShardConfig:
     schedule: Schedule
     window_bytes: int = 1 << 30
     inflight: int = 0
-    push: Compression = field(default_factory=Compression)
-    pull: Compression = field(default_factory=Compression)
+    push: Compression = UNCOMPRESSED
+    pull: Compression = UNCOMPRESSED
 
     def to_json(self) -> str:
         """JSON text, the inverse of from_json."""

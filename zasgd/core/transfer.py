@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from zasgd.core import wire
-from zasgd.core.compress import FEEDBACK, CodecError, Compression, Feedback, decode_onto, encode
+from zasgd.core.compress import CodecError, Feedback, decode_onto, encode
+from zasgd.core.compression import FEEDBACK, Compression
 from zasgd.core.layout import Layout, Slice
 from zasgd.core.messages import Ack, Array, Grant, Params, Push
 from zasgd.core.region import Memory

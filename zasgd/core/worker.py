@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from zasgd.core import wire
-from zasgd.core.compress import Compression
+from zasgd.core.compression import UNCOMPRESSED, Compression
 from zasgd.core.exchange import Exchange, RoundTrip, over_shards
 from zasgd.core.layout import SECTIONS, Layout, Slice
 from zasgd.core.messages import (
@@ -151,7 +151,7 @@ class WorkerConfig:
     pid: int = 0
     data_path: str = "auto"
     inflight: int = 0
-    push: Compression = field(default_factory=Compression)
+    push: Compression = UNCOMPRESSED
     connect_timeout_s: float = 60.0
     broker_timeout_s: float = 30.0
     min_step_s: float = 0.0

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 import zasgd
-from zasgd.core.compress import Compression, warm
+from zasgd.core.compression import Compression
 from zasgd.core.rules import (
     ALGORITHMS,
     COMPENSATIONS,
@@ -332,12 +332,6 @@ class Recipe(Table):
     def pull_compression(self) -> Compression:
         """How what a push is answered with is compressed where it travels."""
         return Compression(self.run.compress_pull, self.run.top_k)
-
-    def warm_codecs(self) -> None:
-        """Compile what compresses, so that no message waits for a compiler."""
-        for compression in (self.push_compression(), self.pull_compression()):
-            if compression.codec != "none":
-                warm(compression)
 
     def to_json(self) -> str:
         """What travels to servers, workers and the evaluator."""

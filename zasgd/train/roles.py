@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zasgd.core.compress import warm
 from zasgd.core.evaluator import Evaluator as EvaluatorNode
 from zasgd.core.evaluator import ScoreTask
 from zasgd.core.node import Note, Stop
@@ -60,7 +61,8 @@ def _worker(options: RoleOptions) -> Stop:
     trainer = make_trainer(recipe, _prepare_torch(options, recipe))
     config = _config(options, recipe)
     if config.data_path in ("direct", "relay"):
-        recipe.warm_codecs()
+        for compression in (recipe.push_compression(), recipe.pull_compression()):
+            warm(compression)  # so that no message waits for a compiler
     node = Worker(time.monotonic(), new_token(), config, trainer.layout, trainer.num_samples, trainer.initial)
 
     own, life = trainer.new_own(), node.num_lives

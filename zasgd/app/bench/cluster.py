@@ -16,7 +16,7 @@ import numpy as np
 
 from zasgd.app.bench.crew import BenchError, Crew, Lane, Meter, running
 from zasgd.app.bench.limits import GRADIENT, RATE, one_tensor
-from zasgd.core.compress import Compression
+from zasgd.core.compression import Compression
 from zasgd.core.copying import copy_checked
 from zasgd.core.layout import Layout
 from zasgd.core.node import Note

@@ -14,7 +14,8 @@ from zasgd.app.bench.cluster import Setup, Turn, running_cluster
 from zasgd.app.bench.crew import BenchError
 from zasgd.app.bench.limits import Limit, bare_kernel, bare_sockets
 from zasgd.app.serve import as_json
-from zasgd.core.compress import CODECS, Compression, packed_bytes
+from zasgd.core.compress import packed_bytes
+from zasgd.core.compression import CODECS, Compression
 from zasgd.core.rules import RuleSpec
 
 PATHS = ("arena", "direct", "relay")
