@@ -180,8 +180,9 @@ class _Stand:
                 post(lambda now, start=start: self._node.on_part(now, task, start))  # type: ignore[misc]
 
     def _check_path(self) -> None:
-        if self._node.data_path != self._setup.path:
-            raise BenchError(f"data goes by {self._node.data_path}, not by {self._setup.path}")
+        paths = self._node.paths
+        if paths is not None and paths.name != self._setup.path:
+            raise BenchError(f"data goes by {paths.name}, not by {self._setup.path}")
 
 
 def _cpu_seconds(pid: int) -> float:
