@@ -13,7 +13,7 @@ import numpy as np
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
-GAP_ELEMENTS = 4096
+GAP_ELEMENTS = 1024
 """The gap is measured on about so many elements, evenly spaced: a whole pass would cost as much as the update."""
 
 FAST, SLOW = 1 / 32, 1 / 256

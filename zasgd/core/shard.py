@@ -724,7 +724,7 @@ class Shard:
         push = waiting.committed.push
         client.waiting = None
         client.lag = lag
-        client.keep(push.slot, push.seq, replace(new, differences=()), now)
+        client.keep(push.slot, push.seq, replace(new, differences=()) if new.differences else new, now)
         outcome = Outcome(push=True, version=new.version, lag=lag, slot=push.slot, shared=push.shared)
         client.record(push.seq, outcome, Applied(push.seq, push.grants))
         return self._reply(Ack, waiting.peer, push, new, lag, shared=push.shared)

@@ -1,14 +1,15 @@
 """What the C library does with freed memory: keeps it, so that the next frames lie where the last ones did.
 
-Left alone, glibc maps each frame of 128 KiB and more afresh and gives it back; the page faults of 4 MiB frames cost as
-much as a third of moving them. Decides for the whole process, so only those call it that run one role.
+Left alone, glibc gives the frames of a push back and faults their pages in again for the next: 168,000 faults for 20
+messages of 48 MiB, none this way, and 25 M parameters to two shards and back in 197 ms instead of 265. Decides for the
+whole process, so only those call it that run one role.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Names of malloc.h."""
 MMAP_FROM_BYTES = 32 * 1024 * 1024
 """Larger blocks are still mapped and given back at once: vectors of parameters. It is the most that glibc takes."""
@@ -17,13 +18,12 @@ KEPT_BYTES = 512 * 1024 * 1024
 
 
 def keep_heap() -> bool:
-    """Set this process's heap up for frames; call it before any thread is started. False where libc has no mallopt."""
+    """Set this process's heap up for frames. False where libc has no mallopt."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    # One arena: an I/O thread's own would be given back whenever it is empty, whatever the threshold says.
-    settings = ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, MMAP_FROM_BYTES), (M_TRIM_THRESHOLD, KEPT_BYTES))
+    settings = ((M_MMAP_THRESHOLD, MMAP_FROM_BYTES), (M_TRIM_THRESHOLD, KEPT_BYTES))
     taken = [mallopt(name, value) for name, value in settings]
     return all(taken)

@@ -41,6 +41,8 @@ from zasgd.net.links import Links
 MAX_POLL_S = 60.0
 MAX_BATCH = 64
 """Messages that one socket may bring before a timer fires, or another socket is looked at."""
+MAX_HEARING_S = 0.25
+"""A timer waits no longer for messages that are already there: 64 pushes of a large model take seconds."""
 MAX_GARBAGE_ANSWERS_PER_S = 100
 KIND_OFFSET = 3
 """Where in F0 the kind stands, under every protocol version."""
@@ -138,10 +140,11 @@ class Loop:
                 self._take(ready)
 
     def _fire(self) -> None:
-        """Hear everybody first: what is due may be to judge their silence."""
+        """Hear everybody first: what is due may be to judge their silence. But a busy shard must renew, too."""
+        until = self._clock() + MAX_HEARING_S
         for sock in self.links.sockets():
             for _ in range(MAX_BATCH):
-                if self._stop is not None or not waits(sock):
+                if self._stop is not None or not waits(sock) or self._clock() > until:
                     break
                 self._take(sock)
         now = self._clock()
