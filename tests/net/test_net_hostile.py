@@ -181,7 +181,7 @@ ENVELOPES: dict[str, tuple[list[bytes], str]] = {
     "protocol 2": (pull(protocol=2), "WRONG_PROTOCOL"),
     "protocol 2 with another header": ([b"", b"ZA\2" + bytes(61), body()], "WRONG_PROTOCOL"),
     "kind 0": ([b"", header(0), body()], "UNKNOWN_KIND"),
-    "kind 31": ([b"", header(31), body()], "UNKNOWN_KIND"),
+    "kind 99": ([b"", header(99), body()], "UNKNOWN_KIND"),
     "kind 255": ([b"", header(255), body()], "UNKNOWN_KIND"),
     "unknown flags": (pull(flags=0x80), "BAD_FRAME"),
     "COMMIT on a pull": (pull(flags=1), "BAD_FRAME"),

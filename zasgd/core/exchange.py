@@ -17,6 +17,8 @@ from zasgd.core.node import Effect, PeerId, Send
 MIN_TIMEOUT_S = 1.0
 MAX_TIMEOUT_S = 30.0
 SLOWEST_BYTES_PER_S = 16 * 1024 * 1024
+SLOWEST_AT_FIRST_BYTES_PER_S, MAX_FIRST_S = 512 * 1024, 10.0
+"""What an answer is allowed while nothing is known of the line."""
 Piece = tuple[str, int, Array]
 """(section, first element in the section's flat vector, values)."""
 Reply = Ack | Params | Attached
@@ -46,9 +48,13 @@ class RoundTrip:
             self.rttvar_s += 0.25 * (abs(sample_s - self.srtt_s) - self.rttvar_s)
             self.srtt_s += 0.125 * (sample_s - self.srtt_s)
 
-    def timeout_s(self, num_bytes: int) -> float:
-        """How long a request of this many bytes may take before it is doubted."""
-        expected_s = max(MIN_TIMEOUT_S, self.srtt_s + 4 * self.rttvar_s + num_bytes / SLOWEST_BYTES_PER_S)
+    def timeout_s(self, num_bytes: int, answer_bytes: int = 0) -> float:
+        """How long a request of this many bytes may take before it is doubted.
+
+        Until one has been answered the line may be slow: asked twice, it would carry a long answer twice.
+        """
+        first_s = 0.0 if self.srtt_s else min(MAX_FIRST_S, answer_bytes / SLOWEST_AT_FIRST_BYTES_PER_S)
+        expected_s = max(MIN_TIMEOUT_S, self.srtt_s + 4 * self.rttvar_s + num_bytes / SLOWEST_BYTES_PER_S + first_s)
         return max(expected_s, min(MAX_TIMEOUT_S, expected_s * 2.0 ** min(self.num_doubts, 10)))
 
     def doubt(self) -> None:
@@ -94,13 +100,15 @@ class Exchange:
         requests: dict[int, tuple[PeerId, Sequence[Message]]],
         round_trip: RoundTrip,
         *,
+        answer_bytes: int = 0,
         keeps_parts: bool = True,
     ) -> None:
-        """keeps_parts: for `pieces`; else the caller takes each part as it comes."""
+        """answer_bytes: about how many a shard sends back. keeps_parts: for `pieces`; else the caller takes each one."""
         self.seq = seq
         self._keeps_parts = keeps_parts
         self._round_trip = round_trip
-        self._timeout_s = round_trip.timeout_s(max((_num_bytes(m) for _, m in requests.values()), default=0))
+        sent_bytes = max((_num_bytes(m) for _, m in requests.values()), default=0)
+        self._timeout_s = round_trip.timeout_s(sent_bytes, answer_bytes)
         self.legs = {
             shard: _Leg(peer, messages, now, now + self._timeout_s) for shard, (peer, messages) in requests.items()
         }

@@ -663,7 +663,11 @@ class Worker:
         """Ask every shard about one slot."""
         requests = over_shards(self.num_shards, shard_peer, make)
         slot.taken = 0
-        slot.exchange = Exchange(now, slot.seq, requests, self._round_trip, keeps_parts=False)
+        travels = self.num_shards - len(self._paths.attached)
+        answer_bytes = 4 * self.layout.sizes["params"] // self.num_shards if travels else 0
+        slot.exchange = Exchange(
+            now, slot.seq, requests, self._round_trip, answer_bytes=answer_bytes, keeps_parts=False
+        )
         return slot.exchange.start(sent)
 
     def _ask_all(self, now: float, phase: Phase, make: Callable[[int], Sequence[Message]]) -> list[Effect]:
