@@ -1,4 +1,4 @@
-"""Jobs whose shared memory lies in a folder of its own, workers without torch, and what /proc tells of a process."""
+"""Jobs whose shared memory lies in a folder of its own, light workers without torch, and what /proc tells of them."""
 
 from __future__ import annotations
 
