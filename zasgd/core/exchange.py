@@ -103,7 +103,7 @@ class Exchange:
         answer_bytes: int = 0,
         keeps_parts: bool = True,
     ) -> None:
-        """answer_bytes: about how many a shard sends back. keeps_parts: for `pieces`; else the caller takes each one."""
+        """answer_bytes: about how many a shard sends back. keeps_parts: for `pieces`, else the caller takes each."""
         self.seq = seq
         self._keeps_parts = keeps_parts
         self._round_trip = round_trip
