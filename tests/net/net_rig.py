@@ -181,8 +181,9 @@ class Rig:
         return until(lambda: next((s for s in self.shards if s.node.number == number), None), what="a shard's welcome")
 
     def worker(self, address: str = "", **how: Any) -> RunningWorker:
-        """One more worker core in a thread; its links are its own."""
-        found = RunningWorker(self.ctx, address or self.address, self.layout, self.num_samples, **how)
+        """One more worker core in a thread; its links are its own, and lead through the relay unless told otherwise."""
+        relayed = {"data_path": "relay", **how}
+        found = RunningWorker(self.ctx, address or self.address, self.layout, self.num_samples, **relayed)
         self.workers.append(found)
         return found
 

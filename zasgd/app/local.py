@@ -87,7 +87,13 @@ class LocalRoles:
         return f"127.0.0.1:{self._port}"
 
     def _options(self, name: str, slot: int) -> roles.RoleOptions:
-        return roles.RoleOptions(broker=self._address, name=name, device=self._device, slot=slot)
+        return roles.RoleOptions(broker=self._address, name=name, device=self._device, slot=slot, threads=self._threads)
+
+    @property
+    def _threads(self) -> int:
+        """A fair share of the cores that the servers leave: with one thread too many, torch's wait for each other."""
+        run = self._recipe.run
+        return max(1, ((os.cpu_count() or 1) - run.servers) // run.workers)
 
     def _command(self, name: str, *arguments: str) -> Child:
         return spawn_command(name, [sys.executable, "-m", "zasgd", *arguments], self._log(name), self._env)

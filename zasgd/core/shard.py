@@ -452,6 +452,7 @@ class Shard:
             *self._record("seed", client.incarnation, first),
             Send(peer, Ack(**self._ids(init), seq=init.seq)),
             *self._renew(now),
+            Note("seeded", {"shard": self.number}),
         ]
 
     def _push(self, now: float, peer: PeerId, client: Client, push: Push) -> list[Effect]:

@@ -27,3 +27,11 @@ def keep_heap() -> bool:
     settings = ((M_MMAP_THRESHOLD, MMAP_FROM_BYTES), (M_TRIM_THRESHOLD, KEPT_BYTES))
     taken = [mallopt(name, value) for name, value in settings]
     return all(taken)
+
+
+def give_back_heap() -> None:
+    """Give back what lies free now, however little; for a moment after which less will be needed."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return  # not glibc: it has its own ways

@@ -31,7 +31,7 @@ from zasgd.core.shard import Shard
 from zasgd.core.worker import Failed
 from zasgd.net import sockets
 from zasgd.net.arena import Arena, default_folder
-from zasgd.net.heap import keep_heap
+from zasgd.net.heap import give_back_heap, keep_heap
 from zasgd.net.links import BrokerLinks, MemberLinks, ShardLinks
 from zasgd.net.loop import Loop
 from zasgd.net.record import RecordWriter
@@ -43,6 +43,11 @@ Post = Callable[[Callable[[float], list[Effect]]], None]
 MEMBER_SHARDS = 4
 """A member opens its sockets before it hears how many shards there are. So many make two I/O threads: pushes leave by
 one while answers come by the other."""
+
+
+SWITCH_INTERVAL_S = 1e-4
+"""How long a thread that computes may keep the interpreter from the loop: by Python's default, 5 ms, an answer waits
+longer than a small gradient takes."""
 
 
 class Leaver(Node, Protocol):
@@ -135,7 +140,7 @@ def run_shard(
             records_pushes=record_pushes,
         )
         loop = Loop(
-            node, ShardLinks(ctx, broker, data), note=_freeze_heap_when_compiled, record=record,
+            node, ShardLinks(ctx, broker, data), note=_tidy_memory, record=record,
             share=arena.share, unshare=arena.unshare,
         )  # fmt: skip
         with _leaving_on_signals(node, loop):
@@ -152,6 +157,7 @@ def run_member(
     """
     keep_heap()
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with Arena(default_folder()) as arena, _context(MEMBER_SHARDS) as ctx:
         loop = Loop(
             node, MemberLinks(ctx, broker), compute=lambda effect: tasks.put(effect.task), note=note,
@@ -166,11 +172,13 @@ def run_member(
             return thread.result()
 
 
-def _freeze_heap_when_compiled(note: Note) -> None:
-    """What importing and compiling left behind is for ever: keep the collector from walking it while pushes wait."""
-    if note.event == "welcomed":
+def _tidy_memory(note: Note) -> None:
+    """At the beginnings of a shard's life, before pushes wait."""
+    if note.event == "welcomed":  # what importing and compiling left behind is for ever: no collector need walk it
         gc.collect()
         gc.freeze()
+    elif note.event == "seeded":  # a whole model came in frames, which will not come again
+        give_back_heap()
 
 
 class LoopThread:
