@@ -97,7 +97,7 @@ def test_of_a_compressed_answer_shard_and_worker_have_the_same_bits_and_nothing_
 
 
 def test_a_long_slice_is_compressed_in_parts_that_fit_into_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zasgd.core.parameters.DIFFERENCE_ELEMENTS", 20)
+    monkeypatch.setattr("zasgd.core.parameters.MAX_ELEMENTS", 20)
     shard = values(pull=Compression("bf16"))
     sent = shard.apply(push(pulled(shard)))
     assert [(part.start, part.size) for part in sent.differences] == [(0, 20), (20, 20), (40, SIZE - 40)]

@@ -50,9 +50,9 @@ LAYOUTS = [layout_of(1), layout_of(100), layout_of(7, 50, 3), layout_of(16, 16),
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve elements a part, compressed or not."""
-    monkeypatch.setattr("zasgd.core.transfer.COMPRESSED_PART_BYTES", 48)
-    monkeypatch.setattr("zasgd.core.parameters.DIFFERENCE_ELEMENTS", 12)
-    monkeypatch.setattr("zasgd.core.shard.DIFFERENCE_ELEMENTS", 12)
+    monkeypatch.setattr("zasgd.core.transfer.MAX_ELEMENTS", 12)
+    monkeypatch.setattr("zasgd.core.parameters.MAX_ELEMENTS", 12)
+    monkeypatch.setattr("zasgd.core.shard.MAX_ELEMENTS", 12)
     cut = wire.split
     monkeypatch.setattr(wire, "split", lambda flat, limit=wire.MAX_PART_BYTES: cut(flat, min(limit, 48)))
 

@@ -427,9 +427,9 @@ def test_training_with_a_push_on_its_way_converges(rule: str) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of 32 elements travel in parts of 12, 12 and 8, compressed or not."""
-    monkeypatch.setattr("zasgd.core.transfer.COMPRESSED_PART_BYTES", 48)
-    monkeypatch.setattr("zasgd.core.parameters.DIFFERENCE_ELEMENTS", 12)
-    monkeypatch.setattr("zasgd.core.shard.DIFFERENCE_ELEMENTS", 12)
+    monkeypatch.setattr("zasgd.core.transfer.MAX_ELEMENTS", 12)
+    monkeypatch.setattr("zasgd.core.parameters.MAX_ELEMENTS", 12)
+    monkeypatch.setattr("zasgd.core.shard.MAX_ELEMENTS", 12)
     cut = wire.split
     monkeypatch.setattr(wire, "split", lambda flat, limit=wire.MAX_PART_BYTES: cut(flat, min(limit, 48)))
 

@@ -288,7 +288,7 @@ def test_no_batch_of_a_synchronous_run_is_skipped_however_many_answers_are_lost(
 
 @pytest.mark.parametrize("mode", ["sync", "sync with backups", "block"])
 def test_tables_stay_as_long_as_they_are(mode: str) -> None:
-    plan = plan_of(mode, epochs=12, step_s=0.5)
+    plan = plan_of(mode, epochs=20, step_s=0.5)
     books, tables = Books(plan), TableSizes(every_s=5.0)
     cluster = Cluster(plan, 1, problem=LocalWork(plan, 1), watches=(books, tables))
     cluster.run(1000.0)
@@ -299,10 +299,10 @@ def test_tables_stay_as_long_as_they_are(mode: str) -> None:
 @pytest.mark.parametrize("push_every", [1, 7, 200])
 def test_a_push_takes_as_many_batches_as_it_is_told_and_fewer_at_the_end(push_every: int) -> None:
     plan = replace(PLAN, rule=RuleSpec("delta", push_every=push_every), groups=PLAIN, batch_size=1, step_s=0.02)
-    plan = replace(plan, num_workers=2, num_samples=400, epochs=2)
+    plan = replace(plan, num_workers=2, num_samples=500, epochs=3)
     cluster, seen = a_run(plan, seed=3)
-    assert seen == {"once": 800, "torn": 0, "skipped": 0}
-    assert cluster.shard(0).version <= 800 // push_every + 2 * 2 + 2
+    assert seen == {"once": 1500, "torn": 0, "skipped": 0}
+    assert cluster.shard(0).version <= 1500 // push_every + 2 * 3 + 2
 
 
 def test_two_speeds_and_a_block_leave_nobody_behind() -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from zasgd.core.compress import encode_difference, warm
+from zasgd.core.compress import MAX_ELEMENTS, encode_difference, warm
 from zasgd.core.compression import UNCOMPRESSED, Compression
 from zasgd.core.guard import Gap, Guard
 from zasgd.core.kernels import Vector
@@ -29,8 +29,6 @@ from zasgd.core.schedule import Schedule
 from zasgd.core.snapshot import Difference, Snapshot, frozen_copy
 
 MAX_LAG_BUCKET = 4095
-DIFFERENCE_ELEMENTS = 1 << 20
-"""Elements of a compressed part: its largest array must fit into a frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +308,8 @@ class Parameters:
     def _differing(self, before: Vector, sent: Vector) -> Snapshot:
         """What the worker makes of the compressed difference between `before`, which it has, and `sent`."""
         found = []
-        for start in range(0, sent.size, DIFFERENCE_ELEMENTS):
-            at = slice(start, min(start + DIFFERENCE_ELEMENTS, sent.size))
+        for start in range(0, sent.size, MAX_ELEMENTS):
+            at = slice(start, min(start + MAX_ELEMENTS, sent.size))
             packed = encode_difference(self.config.pull, sent[at], before[at])
             found.append(Difference(start, at.stop - start, packed))
         return self._sent(before, tuple(found))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from zasgd.core import wire
-from zasgd.core.compress import CodecError, decode
+from zasgd.core.compress import MAX_ELEMENTS, CodecError, decode
 from zasgd.core.kernels import all_finite
 from zasgd.core.layout import Layout
 from zasgd.core.messages import (
@@ -66,7 +66,7 @@ from zasgd.core.node import (
     require,
 )  # fmt: skip
 from zasgd.core.optimizer import Piece
-from zasgd.core.parameters import DIFFERENCE_ELEMENTS, Committed, Parameters, ShardConfig
+from zasgd.core.parameters import Committed, Parameters, ShardConfig
 from zasgd.core.region import Region, RegionPlan
 from zasgd.core.rounds import Rounds, Waiting
 from zasgd.core.snapshot import Client, Outcome, Snapshot, Staged
@@ -774,7 +774,7 @@ class Shard:
             ]
         limit = wire.MAX_INLINE_PART_BYTES if inline else wire.MAX_PART_BYTES
         if codec != "none":
-            limit = min(limit, 4 * DIFFERENCE_ELEMENTS)
+            limit = min(limit, 4 * MAX_ELEMENTS)
         return [{"offset": offset, "params": pieces} for offset, pieces in wire.split(snapshot.params, limit)]
 
     # ---- the record -------------------------------------------------------------------------------

@@ -15,14 +15,11 @@ from typing import Any
 import numpy as np
 
 from zasgd.core import wire
-from zasgd.core.compress import CodecError, Feedback, decode_onto, encode
+from zasgd.core.compress import MAX_ELEMENTS, CodecError, Feedback, decode_onto, encode
 from zasgd.core.compression import FEEDBACK, Compression
 from zasgd.core.layout import Layout, Slice
 from zasgd.core.messages import Ack, Array, Grant, Params, Push
 from zasgd.core.region import Memory
-
-COMPRESSED_PART_BYTES = 4 << 20
-"""Float32 bytes of a compressed part: its largest array must fit into a frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class Pusher:
     def part(self, ids: Ids, slot: int, version: Callable[[int], int], grads: Array, start: int) -> Push:
         """The early part that begins at `start` of the flat gradient."""
         k, i = self._shard_at[start]
-        cuts = self._cuts(k, grads)
+        cuts = self._cuts(self._own(k, grads))
         return self._message(ids(k), slot, version(k), (i, len(cuts)), k, cuts[i])
 
     def push(
@@ -104,8 +101,8 @@ class Pusher:
             head = {**ids(k), "layout_hash": self._layout.hash, "slot": slot, "version": version(k)}
             if k in self._shared:
                 return [Push(**head, shared=True, **committing)]
-            grads = self._flushed(k, done.grads) if dense and self._feedback is not None else done.grads
-            cuts = self._cuts(k, grads)
+            grads = self._own(k, done.grads)
+            cuts = self._cuts(self._flushed(k, grads) if dense else grads)
             found = [
                 sent.get((k, i)) or self._message(ids(k), slot, version(k), (i, len(cuts)), k, cut, dense=dense)
                 for i, cut in enumerate(cuts)
@@ -154,28 +151,26 @@ class Pusher:
         return {"codec": compression.codec, "packed": packed, "count": values.size}
 
     def _flushed(self, k: int, grads: Array) -> Array:
-        """A whole gradient of which shard k's slice holds what was held back."""
-        own = self._slices["params"][k]
-        flushed = grads.copy()
-        if self._feedback is not None:
-            flushed[own.start : own.stop] = self._feedback.flush(own.start, grads[own.start : own.stop])
-        return flushed
+        """Shard k's slice of a gradient, with what was held back of it."""
+        return grads if self._feedback is None else self._feedback.flush(self._slices["params"][k].start, grads)
 
-    def _cuts(self, k: int, grads: Array) -> list[tuple[int, tuple[Array, ...]]]:
+    def _own(self, k: int, grads: Array) -> Array:
         own = self._slices["params"][k]
-        part = grads[own.start : own.stop]
+        return grads[own.start : own.stop]
+
+    def _cuts(self, grads: Array) -> list[tuple[int, tuple[Array, ...]]]:
+        """A shard's slice in parts."""
         if self._compression.codec == "none":
-            return list(wire.split(part))
-        step = COMPRESSED_PART_BYTES // 4
-        return [(at, (part[at : at + step],)) for at in range(0, max(1, part.size), step)]
+            return list(wire.split(grads))
+        return [(at, (grads[at : at + MAX_ELEMENTS],)) for at in range(0, max(1, grads.size), MAX_ELEMENTS)]
 
     def _early(self, k: int) -> list[tuple[int, int, int, int]]:
         """(shard, part, start, stop) of the parts that may leave early: all but the one that commits."""
         if k in self._shared:
             return []
         own = self._slices["params"][k]
-        untouched = np.empty(self._layout.sizes["params"], np.float32)  # its places are wanted, not its values
-        starts = [own.start + offset for offset, _ in self._cuts(k, untouched)]
+        untouched = np.empty(own.size, np.float32)  # its places are wanted, not its values
+        starts = [own.start + offset for offset, _ in self._cuts(untouched)]
         return [(k, i, start, stop) for i, (start, stop) in enumerate(pairwise([*starts, own.stop])) if i]
 
 
