@@ -1,4 +1,4 @@
-"""Golden files and one hypothesis profile for the whole suite."""
+"""Golden files, small parts and one hypothesis profile for the whole suite."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from zasgd.core import wire
 
 DATA = Path(__file__).parent / "data"
 
@@ -39,3 +41,12 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, dict[str, str]], No
             assert value == expected[key], f"{path}: {key} changed"
 
     return check
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve elements a part, compressed or not: slices of 32 elements travel in 12, 12 and 8."""
+    for module in ("transfer", "parameters", "shard"):
+        monkeypatch.setattr(f"zasgd.core.{module}.MAX_ELEMENTS", 12)
+    cut = wire.split
+    monkeypatch.setattr(wire, "split", lambda flat, limit=wire.MAX_PART_BYTES: cut(flat, min(limit, 48)))

@@ -47,16 +47,6 @@ LAYOUTS = [layout_of(1), layout_of(100), layout_of(7, 50, 3), layout_of(16, 16),
 """Tensors that straddle shards, and fewer cache lines than shards."""
 
 
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve elements a part, compressed or not."""
-    monkeypatch.setattr("zasgd.core.transfer.MAX_ELEMENTS", 12)
-    monkeypatch.setattr("zasgd.core.parameters.MAX_ELEMENTS", 12)
-    monkeypatch.setattr("zasgd.core.shard.MAX_ELEMENTS", 12)
-    cut = wire.split
-    monkeypatch.setattr(wire, "split", lambda flat, limit=wire.MAX_PART_BYTES: cut(flat, min(limit, 48)))
-
-
 def gradient_of(layout: Layout, grads: Array | None = None) -> Gradient:
     sizes = layout.sizes
     grads = np.arange(1, sizes["params"] + 1, dtype=np.float32) if grads is None else grads

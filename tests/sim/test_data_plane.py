@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zasgd.core import wire
 from zasgd.core.compression import Compression
 from zasgd.core.messages import Ack, Array, Attached, Grant, Kind, Message, Params, Push
 from zasgd.core.node import Compute, Computed, Effect, InvariantError, Node, PeerId, require
@@ -422,16 +421,6 @@ def test_training_with_a_push_on_its_way_converges(rule: str) -> None:
 
 
 # ---- compression ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices of 32 elements travel in parts of 12, 12 and 8, compressed or not."""
-    monkeypatch.setattr("zasgd.core.transfer.MAX_ELEMENTS", 12)
-    monkeypatch.setattr("zasgd.core.parameters.MAX_ELEMENTS", 12)
-    monkeypatch.setattr("zasgd.core.shard.MAX_ELEMENTS", 12)
-    cut = wire.split
-    monkeypatch.setattr(wire, "split", lambda flat, limit=wire.MAX_PART_BYTES: cut(flat, min(limit, 48)))
 
 
 @pytest.mark.parametrize(
